@@ -1,0 +1,1 @@
+"""The network edge: one contract, several stores."""
