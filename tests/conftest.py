@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import support.unprivileged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
@@ -101,6 +102,22 @@ def mounts_below(folder: Path) -> list[str]:
         re.sub(rb"\\([0-7]{3})", lambda m: bytes([int(m[1], 8)]), line.split()[4]) for line in lines
     ]
     return [os.fsdecode(p) for p in points if p.startswith(os.fsencode(folder) + b"/")]
+
+
+@pytest.fixture(scope="session")
+def shared_venv() -> Iterator[Path]:
+    """Provide a venv with hpkfs that every user of the machine can read."""
+    if reason := support.unprivileged.missing():
+        pytest.skip(reason)
+    with support.unprivileged.shared_venv() as venv:
+        yield venv
+
+
+@pytest.fixture
+def unprivileged(shared_venv: Path) -> Iterator[support.unprivileged.Unprivileged]:
+    """Provide an ordinary user who may mount; see tests/support/unprivileged.py."""
+    with support.unprivileged.unprivileged(shared_venv) as user:
+        yield user
 
 
 class _Collector(logging.Handler):
