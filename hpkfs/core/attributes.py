@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hpkfs.core import canonical
 from hpkfs.core.ids import Digest, is_digest
+from hpkfs.core.limits import MAX_OTHER_FILE
 from hpkfs.core.paths import path_problem
 from hpkfs.errors import FormatError
 
@@ -25,8 +26,7 @@ T = TypeVar("T")
 
 KIND = "hpkfs-attributes"
 VERSION = 1
-# The format's limit for a file that it does not know.
-MAX_SIDECAR = 67_108_864
+MAX_SIDECAR = MAX_OTHER_FILE
 MAX_TARGET_BYTES = 4_095  # symlink(2): PATH_MAX without its final NUL
 MAX_XATTR_NAME_BYTES = 255  # xattr(7)
 MAX_XATTR_VALUE_BYTES = 65_536
@@ -192,7 +192,7 @@ def _parse_folder(value: object) -> FolderEntry:
             raise _refused("a folder's entry does not say whether it is empty")
 
 
-def _parse_common(rest: dict[str, object]) -> tuple[int, dict[str, bytes]]:
+def _parse_common(rest: dict[object, object]) -> tuple[int, dict[str, bytes]]:
     """Parse what files and folders share; no other key may be left."""
     mode = rest.pop("mode", None)
     encoded = rest.pop("xattrs", None)
