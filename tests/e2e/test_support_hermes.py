@@ -68,14 +68,22 @@ def test_the_model_runs_as_a_program_and_reports_each_request(tmp_path: Path) ->
     assert reported["body"]["messages"] == [{"role": "user", "content": "go"}]
 
 
-def test_a_venv_without_its_marker_counts_as_missing(
+def test_a_venv_that_was_left_half_made_is_made_anew_and_then_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    made = tmp_path / "hpkfs" / venvs.HERMES.name / "bin"
-    made.mkdir(parents=True)
-    (made / "python").touch()
-    assert not venvs.is_made(venvs.HERMES)
+    venv = venvs.Venv("small", ("pip",))
+    left = tmp_path / "hpkfs" / "small" / "bin" / "left"
+    left.parent.mkdir(parents=True)
+    left.write_text("half")
+    assert not venvs.is_made(venv)
+    python = venvs.python_of(venv)
+    assert venvs.is_made(venv)
+    assert not left.exists()
+    left.write_text("kept")
+    assert venvs.python_of(venv) == python
+    assert left.exists()
+    assert subprocess.run((python, "-c", ""), timeout=TIMEOUT_S, check=False).returncode == 0
 
 
 class TestHermes:

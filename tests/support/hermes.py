@@ -148,7 +148,6 @@ def environment(
         "HERMES_HOME": str(home),
         "TERMINAL_CWD": str(workspace),
         "HERMES_DISABLE_LAZY_INSTALLS": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
         "http_proxy": DEAD_PROXY,
         "https_proxy": DEAD_PROXY,
         "no_proxy": "127.0.0.1,localhost",
