@@ -72,7 +72,7 @@ def merge(text: str, portable: Portable, base: Portable | None) -> str:
     if not text.strip():
         return HEADER + _block(_nested(_worth_writing(portable)))
     try:
-        root, config = _read(text)
+        config = _read(text)[1]
     except _UnreadableError:
         return text
     if config is None:  # nothing but comments
@@ -83,13 +83,11 @@ def merge(text: str, portable: Portable, base: Portable | None) -> str:
     changes = _changes(config, portable, base)
     if not changes:
         return text
-    for edit in (_cut_in, _round_trip):
-        try:
-            edited = edit(text, root, changes)
-            if _is_changed_so(config, _read(edited)[1], changes):
-                return edited
-        except (_CannotCutError, _UnreadableError):
-            continue
+    edited = _edited(text, changes)
+    if edited is not None:
+        return edited
+    for place, value in changes.items():  # one at a time: a single one may be in the way
+        text = _edited(text, {place: value}) or text
     return text
 
 
@@ -233,6 +231,22 @@ def _without(config: dict[object, object], places: Mapping[Place, object]) -> di
     return copy
 
 
+# -- writing ------------------------------------------------------------------------------
+
+
+def _edited(text: str, changes: Mapping[Place, object]) -> str | None:
+    """Write the changes and check the result; None where that cannot be done."""
+    root, config = _read(text)
+    for edit in (_cut_in, _round_trip):
+        try:
+            edited = edit(text, root, changes)
+            if _is_changed_so(config, _read(edited)[1], changes):
+                return edited
+        except (_CannotCutError, _UnreadableError):
+            continue
+    return None
+
+
 # -- writing in place ---------------------------------------------------------------------
 
 
@@ -340,13 +354,20 @@ def _insert(text: str, mapping: yaml.MappingNode, new: Mapping[str, object]) -> 
         start = (mapping.start_mark.index if properties is None else properties.end()) + 1
         inner = ", ".join(f"{name}: {_flow(value)}" for name, value in new.items())
         return start, start, inner + (", " if mapping.value else "")
-    column, line_end = mapping.value[0][0].start_mark.column, _line_end(text)
-    lines = [" " * column + line for line in _block(new).splitlines()]
+    column, line_end = _column(text, mapping), _line_end(text)
+    lines = [" " * column + line for line in _block(new).rstrip("\n").split("\n")]
     end = _end(text, mapping)
     if text[:end].endswith("\n"):  # after a block scalar
         return end, end, "".join(line + line_end for line in lines)
     end = _end_of_line(text, end)
     return end, end, "".join(line_end + line for line in lines)
+
+
+def _column(text: str, mapping: yaml.MappingNode) -> int:
+    """Where the lines of a block mapping begin; its own mark may stand at its anchor or tag."""
+    start = mapping.start_mark
+    first = start if text[start.index] not in "&!" else mapping.value[0][0].start_mark
+    return int(first.column)
 
 
 def _end(text: str, node: yaml.Node) -> int:
@@ -443,8 +464,7 @@ def _block(values: Mapping[str, object]) -> str:
 def _flow(value: object) -> str:
     """Write a value in one line that is valid everywhere in a YAML text."""
     if isinstance(value, str):
-        plain = _dump_flow(value, style=None)
-        return plain if "\n" not in plain else _dump_flow(value, style='"')
+        return _flow_text(value)
     if isinstance(value, list):
         return "[" + ", ".join(_flow(item) for item in value) + "]"
     if isinstance(value, dict):
@@ -452,9 +472,11 @@ def _flow(value: object) -> str:
     return str(value).lower()  # true, false, or a number
 
 
-def _dump_flow(value: str, *, style: str | None) -> str:
+def _flow_text(value: str) -> str:
+    # Quoted twice over, what is not printable is escaped; otherwise it may break the line.
+    style = None if value.isprintable() else '"'
     dumped = yaml.safe_dump(
         [value], default_flow_style=True, default_style=style, allow_unicode=True,
         width=_LONGEST_LINE,
     )  # fmt: skip
-    return dumped.strip().removeprefix("[").removesuffix("]")
+    return dumped.rstrip("\n").removeprefix("[").removesuffix("]")
