@@ -24,6 +24,7 @@ from hpkfs.core.ids import (
     is_agent_id,
     is_digest,
     is_hex32,
+    sha256_hex,
 )
 from hpkfs.core.paths import AGENTS, PORTABLE, SKILLS, SOUL, fold, path_problem
 from hpkfs.errors import FormatError
@@ -186,19 +187,27 @@ def encode_head(head: Head) -> bytes:
 
 
 def parse_snapshot(
-    data: bytes, *, owner_id: str | None = None, kind: Kind | None = None
+    data: bytes,
+    *,
+    owner_id: str | None = None,
+    kind: Kind | None = None,
+    reference: Reference | None = None,
 ) -> Snapshot:
     """Parse a snapshot of an agent or a template.
 
     Args:
-        data: the document as stored; its digest is the caller's business.
+        data: the document as stored.
         owner_id: the agent or template it must belong to; None accepts any.
         kind: what it must be a snapshot of; None accepts both.
+        reference: what named it, a head or a child; its id and digest must agree. None when the
+            caller has checked them, or nothing names it.
 
     Raises:
-        FormatError: it breaks a rule of the format, belongs to another agent, or is its own
-            parent.
+        FormatError: it breaks a rule of the format, belongs to another agent, is its own parent,
+            or is not the snapshot that `reference` names.
     """
+    if reference is not None and sha256_hex(data) != reference.sha256:
+        raise refusal(_SNAPSHOT, "its digest is not the one by which it was named")
     document = decode(data, limit=limits.MAX_SNAPSHOT, what=_SNAPSHOT)
     found = _kind(document, "snapshot", expected=kind, what=_SNAPSHOT)
     agent = found == "agent"
@@ -212,6 +221,8 @@ def parse_snapshot(
         ),
     )
     snapshot_id = fields.snapshot_id("snapshotId")
+    if reference is not None and snapshot_id != reference.snapshot_id:
+        raise refusal(_SNAPSHOT, f"it has the id {snapshot_id}, not {reference.snapshot_id}")
     parent = _parent(document.get("parent"))
     if parent is not None and parent.snapshot_id == snapshot_id:
         raise refusal(_SNAPSHOT, "it names itself as its parent")
