@@ -23,6 +23,7 @@ TURNS = dataclasses.replace(DEFAULT, max_turns=200)
 TOOLS = dataclasses.replace(DEFAULT, toolsets=("hermes-cli", "web"))
 
 NOTE = "# note"
+SLOW_PARSERS = settings(max_examples=60, deadline=None)
 
 HERMES = """\
 # my agent
@@ -370,7 +371,7 @@ def reach(config: Mapping[str, object], group: str, name: str) -> object:
     return inner.get(name) if isinstance(inner, dict) else None
 
 
-@settings(max_examples=60)  # the parsers are slow
+@SLOW_PARSERS
 @given(files(), portables, st.none() | portables)
 def test_a_merge_changes_nothing_but_settings(
     text: str, portable: Portable, base: Portable | None
@@ -411,12 +412,14 @@ def count_notes(text: str) -> int:
     return sum(line.strip() == NOTE for line in text.splitlines())
 
 
+@SLOW_PARSERS
 @given(files(), portables)
 def test_what_was_merged_is_read_back(text: str, portable: Portable) -> None:
     read, problems = extract(merge(text, portable, None), portable)
     assert read == portable or problems
 
 
+@SLOW_PARSERS
 @given(files(), portables, portables)
 def test_a_local_edit_survives_a_checkpoint_that_changes_nothing(
     text: str, base: Portable, other: Portable
@@ -425,6 +428,7 @@ def test_a_local_edit_survives_a_checkpoint_that_changes_nothing(
     assert extract(text, other) == extract(text, other)
 
 
+@SLOW_PARSERS
 @given(st.one_of(st.text(), st.text("ab:-[]{}&*!|>'\"#%@ \n\t,?<=~")), portables)
 @example("agent: &a\n  <<: *a\n", TURNS)
 @example("? agent\n: max_turns: 1\n", TURNS)
