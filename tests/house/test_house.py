@@ -21,11 +21,14 @@ LAUNCHER = ROOT / "launcher" / "hermes_launcher"
 
 # From top to bottom. A module imports from its own row and from the rows below it.
 LAYERS = (
-    {"__main__", "cli", "mount"},
-    {"fuse", "control", "client"},
+    {"__main__", "cli", "importer", "fsck", "offline"},
+    {"mount"},
+    {"fuse", "control", "virtual"},
+    {"agent", "restore"},
+    {"sealer", "survey", "publisher", "refresher", "history"},
     {"volume", "recovery"},
-    {"sealer", "publisher", "refresher", "history"},
     {"content", "journal", "inodes", "objects", "conversations"},
+    {"client", "doctor", "mountpoint", "options", "places"},
     {"transport", "durable"},
     {"core"},
     {"errors", ""},

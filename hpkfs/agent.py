@@ -1,0 +1,644 @@
+"""One agent's state directory, opened: the parts, wired, and what commands ask of them.
+
+`mount.py` puts a kernel mount in front of it; `init`, `sync` and `status` without a mount use it
+as it is. It owns the long-lived tasks, and starts none before `run`.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import random
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import trio
+
+from hpkfs import recovery
+from hpkfs.content import Content
+from hpkfs.core.documents import Reference
+from hpkfs.core.paths import to_logical
+from hpkfs.durable import RealDisk
+from hpkfs.errors import (
+    AuthorisationError,
+    HpkfsError,
+    IntegrityError,
+    QuotaError,
+    TransientError,
+    UsageError,
+)
+from hpkfs.history import History
+from hpkfs.inodes import DIRTY, HYDRATED, ROOT_INO, UNVERIFIED
+from hpkfs.journal import Journal
+from hpkfs.objects import ObjectStore
+from hpkfs.publisher import META_CONFLICT, Publisher
+from hpkfs.refresher import Installer, load
+from hpkfs.sealer import META_KEPT_LOCAL, Sealer, SealResult
+from hpkfs.volume import Replaced, Volume
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from hpkfs.inodes import Inode
+    from hpkfs.journal import Checkpoint
+    from hpkfs.refresher import Loaded
+    from hpkfs.transport.base import Transport
+
+log = logging.getLogger(__name__)
+
+SEAL_AFTER_S = 30.0
+SEAL_AFTER_S_MAX = 300.0
+MAINTENANCE_S = 1.0
+RETRY_S_MIN = 2.0
+RETRY_S_MAX = 60.0
+CRITICAL_FILES = (
+    "SOUL.md",
+    "memories/USER.md",
+    "memories/MEMORY.md",
+    "skills/.bundled_manifest",
+)
+LOG_TRIM_S = 3_600.0
+HYDRATE_FILES_AT_ONCE = 8
+RANK_DOCUMENTS = 2
+CACHE_BYTES_DEFAULT = 4 << 30
+
+EXIT_CODES = {
+    "clean": 0,
+    "offline": 0,
+    "dirty": 2,
+    "pending": 2,
+    "conflict": 3,
+    "auth-required": 4,
+    "quota": 5,
+    "corrupt": 6,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AgentOptions:
+    """How an agent is opened. Sizes in bytes, times in seconds."""
+
+    uri: str
+    state_dir: str
+    device_id: str
+    mountpoint: str | None = None
+    offline: bool = False
+    lazy: bool = False
+    cache_bytes: int = CACHE_BYTES_DEFAULT
+    seal_after_s: float = SEAL_AFTER_S
+
+
+class Agent:
+    """The opened parts of one state directory."""
+
+    def __init__(self, options: AgentOptions, transport: Transport) -> None:
+        self.options = options
+        self.transport = transport
+        self.folder = os.path.join(options.state_dir, "hpkfs")
+        for name in ("backing", "objects", "pending", "recovery"):
+            os.makedirs(os.path.join(self.folder, name), mode=0o700, exist_ok=True)
+        self.pending_folder = os.path.join(self.folder, "pending")
+        disk = RealDisk()
+        self.journal = Journal(os.path.join(self.folder, "journal.sqlite3"), disk=disk)
+        self.objects = ObjectStore(
+            transport,
+            cache_dir=os.path.join(self.folder, "objects"),
+            pending_dir=self.pending_folder,
+            cache_bytes=options.cache_bytes,
+        )
+        self.content = Content(
+            os.path.join(self.folder, "backing"),
+            journal=self.journal,
+            objects=self.objects,
+            disk=disk,
+        )
+        self.unclean = recovery.recover(
+            self.journal, self.content, pending_folder=self.pending_folder
+        )
+        self.volume = Volume(journal=self.journal, content=self.content)
+        self.installer = Installer(self.volume, uid=os.getuid(), gid=os.getgid())
+        self.installer.make_root()
+        self.sealer = Sealer(
+            self.volume,
+            self.installer,
+            self.objects,
+            pending_folder=self.pending_folder,
+            device_id=options.device_id,
+            mountpoint=options.mountpoint,
+            disk=disk,
+        )
+        self.history = History(self.objects, self.journal)
+        self.publisher: Publisher | None = None
+        self.invalidate: Callable[[list[Replaced]], Awaitable[None]] = _nothing
+        self.who_holds: Callable[[str], str] = lambda _name: ""
+        self._last_error: HpkfsError | None = None
+        self._offline = options.offline
+        self._blocked: str | None = None
+        self._wake = trio.Event()
+        self._sync_lock = trio.Lock()
+        self._trimmed = 0.0
+        if self.journal.has_unsealed():
+            self.volume.changed_since = self.volume.changed_last = time.monotonic()
+
+    # -- opening and closing --------------------------------------------------------------
+
+    @property
+    def owner_id(self) -> str | None:
+        """The agent's id: that of the first head seen on this store."""
+        return self.journal.get_meta("agent_id")
+
+    def set_owner(self, agent_id: str) -> None:
+        """Remember the agent's id."""
+        if self.owner_id is None:
+            self.journal.set_meta("agent_id", agent_id)
+        self.journal.set_meta("uri", self.options.uri)
+        self.publisher = Publisher(
+            self.journal, self.objects, pending_folder=self.pending_folder, owner_id=agent_id
+        )
+
+    async def prepare(self) -> None:
+        """Make the tree ready to be shown: the base installed, what Hermes reads first local.
+
+        Raises:
+            UsageError: there is no agent on the store.
+            TransientError: the store did not answer and nothing is held locally.
+            IntegrityError: the head or its snapshot cannot be trusted.
+        """
+        base = self.installer.base()
+        if base is not None:
+            self.set_owner(self.owner_id or base[0].owner_id)
+        if not self.options.offline:
+            try:
+                await self.pull()
+            except (TransientError, AuthorisationError) as error:
+                if base is None:
+                    raise
+                self.note_error(error)
+        elif base is None:
+            raise UsageError(
+                "Nothing of this agent is on this machine yet.",
+                next_step="Mount it once without --offline.",
+            )
+        if self.installer.base() is not None and await self.installer.read_config() is None:
+            await self.installer.merge_config(self.installer.base_portable(), None)
+        await self._hydrate_critical()
+
+    async def pull(self) -> bool:
+        """Install the store's head where nothing local stands against it.
+
+        Returns:
+            Whether the tree changed.
+
+        Raises:
+            ConflictError: the head moved and there is local work; nothing is overwritten.
+        """
+        found = await self.objects.get_head(self.owner_id)
+        base = self.installer.base()
+        self._online()
+        if found is None:
+            if base is None:
+                raise UsageError(
+                    f"There is no agent in {self.options.uri}.",
+                    next_step=f"Make one with `hpkfs init {self.options.uri}`.",
+                )
+            return False
+        head = found[0]
+        self.set_owner(head.owner_id)
+        if base is not None and head.snapshot_id == base[0].snapshot_id:
+            return False
+        pending = self.journal.checkpoints(state="pending")
+        if pending:
+            self._check_ancestry(head.snapshot_id, pending)
+            return False
+        if base is not None and self.volume.changed_since is not None:
+            return False  # the seal that follows meets the head and names the conflict
+        loaded = await load(
+            self.objects, Reference(head.snapshot_id, head.sha256), owner_id=head.owner_id
+        )
+        before = self.installer.base_portable()
+        replaced = self.installer.install(loaded)
+        if await self.installer.merge_config(loaded.portable, before):
+            replaced.append(Replaced(ROOT_INO, b"config.yaml", 0))
+        for problem in loaded.problems:
+            log.info("%s", problem)
+        await self.invalidate(replaced)
+        log.info("installed checkpoint %s", head.snapshot_id)
+        return True
+
+    async def install_pending(self, loaded: Loaded) -> None:
+        """Make the tree a checkpoint that was just put into `pending/`."""
+        before = self.installer.base_portable()
+        replaced = self.installer.install(loaded, state="pending")
+        if await self.installer.merge_config(loaded.portable, before):
+            replaced.append(Replaced(ROOT_INO, b"config.yaml", 0))
+        await trio.to_thread.run_sync(self.journal.sync)
+        await self.invalidate(replaced)
+
+    def _check_ancestry(self, head_id: str, pending: list[Checkpoint]) -> None:
+        """A pending chain must start at the head, or contain it."""
+        if head_id in {row.parent_id for row in pending} | {row.snapshot_id for row in pending}:
+            return
+        assert self.publisher is not None, "an agent with pending work has an owner"
+        raise self.publisher.conflict(head_id, pending[-1])
+
+    async def _hydrate_critical(self) -> None:
+        for path in CRITICAL_FILES:
+            try:
+                inode = self.volume.resolve(path)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            try:
+                await self.content.hydrate(inode)
+            except TransientError as error:
+                self.note_error(error)
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """The long-lived tasks: hydration, upkeep, seal, publish. Until cancelled."""
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self.content.run)
+            nursery.start_soon(self._upkeep)
+            nursery.start_soon(self._seal_and_publish)
+            nursery.start_soon(self._hydrate_rest)
+            task_status.started()
+
+    async def close(self) -> None:
+        """Write what is only in memory, close every file. The journal is durable afterwards."""
+        self.content.save_states()
+        self.volume.bury()
+        recovery.remove_dropped(self.journal, self.content)
+        self.content.close()
+        recovery.close(self.journal)
+        await self.transport.aclose()
+
+    # -- long-lived tasks -----------------------------------------------------------------
+
+    async def _upkeep(self) -> None:
+        while True:
+            await trio.sleep(MAINTENANCE_S)
+            try:
+                self.content.save_states()
+                self.volume.bury()
+                if self.journal.dropped():
+                    await trio.to_thread.run_sync(self.journal.sync)
+                    recovery.remove_dropped(self.journal, self.content)
+                if self.journal.is_large():
+                    await trio.to_thread.run_sync(self.journal.shrink)
+                if time.monotonic() - self._trimmed > LOG_TRIM_S:
+                    self._trimmed = time.monotonic()
+                    self.journal.trim_log(time.time_ns())
+            except (HpkfsError, OSError) as error:
+                self.note_error(error if isinstance(error, HpkfsError) else _as_error(error))
+
+    async def _hydrate_rest(self) -> None:
+        """Fetch what is absent: small profile files, then the database, then documents."""
+        # A database can be sealed only when it is whole, so it comes with --lazy, too.
+        order = [
+            inode
+            for inode, path in self._absent_files()
+            if not self.options.lazy or _rank(path) < RANK_DOCUMENTS
+        ]
+        limiter = trio.CapacityLimiter(HYDRATE_FILES_AT_ONCE)
+        stopped = False
+
+        async def fetch(inode: Inode) -> None:
+            nonlocal stopped
+            async with limiter:
+                if stopped:
+                    return
+                try:
+                    await self.content.hydrate(inode)
+                except (HpkfsError, OSError) as error:
+                    stopped = True
+                    log.info("background hydration stopped: %s", error)
+
+        async with trio.open_nursery() as nursery:
+            for inode in order:
+                nursery.start_soon(fetch, inode)
+
+    def _absent_files(self) -> list[tuple[Inode, str]]:
+        found = []
+        held = 0
+        for ino, states in self.journal.with_states():
+            if any(state in (0, UNVERIFIED) for state in bytes(states)):
+                inode = self.volume.inodes.get(ino)
+                if inode is not None and inode.nlink:
+                    held += inode.size
+                    if held > self.options.cache_bytes:
+                        break
+                    found.append((inode, self.volume.path_of(inode)))
+        return sorted(found, key=lambda pair: (_rank(pair[1]), pair[1]))
+
+    async def _seal_and_publish(self) -> None:
+        delay = 0.0
+        while True:
+            self._wake = trio.Event()
+            with trio.move_on_after(delay or self._until_seal()):
+                await self._wake.wait()
+            if not delay and self._until_seal() > 0 and not self._has_pending():
+                continue
+            try:
+                await self.sync(pull=False)
+                delay = 0.0
+            except TransientError as error:
+                self.note_error(error)
+                delay = min(max(delay * 2, RETRY_S_MIN), RETRY_S_MAX)
+                delay *= random.uniform(0.5, 1.0)
+            except HpkfsError as error:
+                self.note_error(error)
+                delay = RETRY_S_MAX
+
+    def _until_seal(self) -> float:
+        """Seconds until what changed is to be sealed; a long time when nothing changed."""
+        since = self.volume.changed_since
+        if since is None:
+            return MAINTENANCE_S * 5 if self._has_pending() else MAINTENANCE_S
+        now = time.monotonic()
+        quiet = self.volume.changed_last + self.options.seal_after_s - now
+        longest = max(SEAL_AFTER_S_MAX, self.options.seal_after_s)
+        return max(min(quiet, since + longest - now), 0.0)
+
+    def _has_pending(self) -> bool:
+        return bool(self.journal.checkpoints(state="pending"))
+
+    # -- sync -----------------------------------------------------------------------------
+
+    async def sync(self, *, pull: bool = True, publish: bool = True) -> dict[str, object]:
+        """Seal, publish, and install a newer head where nothing is pending.
+
+        Returns:
+            `sealed`, `published`, `pulled` and the fields of `outcome`.
+        """
+        async with self._sync_lock:
+            result = await self._seal()
+            published: list[str] = []
+            if publish and not self.options.offline and self.publisher is not None:
+                try:
+                    published = await self.publisher.publish()
+                except HpkfsError as error:
+                    self.note_error(error)
+                    raise
+                self._online()
+            pulled = await self.pull() if pull and not self.options.offline else False
+        outcome = self.outcome()
+        return {
+            "sealed": result.snapshot_id,
+            "published": published,
+            "pulled": pulled,
+            **outcome,
+        }
+
+    async def _seal(self) -> SealResult:
+        if self.volume.changed_since is None:
+            return SealResult(None, self.sealer.waiting, self.sealer.corrupt)
+        try:
+            return await self.sealer.seal()
+        except HpkfsError as error:
+            self.note_error(error)
+            raise
+
+    def outcome(self) -> dict[str, object]:
+        """How things stand: `state`, `exit_code`, `detail`, `pending`."""
+        state, detail = self.state()
+        pending = len(self.journal.checkpoints(state="pending"))
+        return {
+            "state": state,
+            "exit_code": EXIT_CODES[state],
+            "detail": detail,
+            "pending": pending,
+        }
+
+    # -- status ---------------------------------------------------------------------------
+
+    def note_error(self, error: HpkfsError) -> None:
+        """Remember what went wrong for status."""
+        self._last_error = error
+        if isinstance(error, TransientError):
+            self._offline = True
+        elif isinstance(error, AuthorisationError):
+            self._blocked = "auth-required"
+        elif isinstance(error, QuotaError):
+            self._blocked = "quota"
+
+    def _online(self) -> None:
+        self._offline = self.options.offline
+        self._blocked = None
+
+    def state(self) -> tuple[str, str]:
+        """The state and a sentence about it, by the order that `status` promises."""
+        last = str(self._last_error) if self._last_error else ""
+        if self.journal.get_meta(META_CONFLICT) is not None:
+            return "conflict", last or "The store's head was made elsewhere."
+        if self.sealer.corrupt is not None:
+            return "corrupt", f"The conversation is NOT saved: {self.sealer.corrupt}"
+        if self._blocked is not None:
+            return self._blocked, last
+        if self._has_pending():
+            return "pending", last if self._offline else "Sealed here, not yet on the store."
+        if self.volume.changed_since is not None or self.sealer.waiting:
+            waiting = self.sealer.waiting
+            text = f"{len(waiting)} files wait for missing chunks." if waiting else ""
+            return "dirty", text or "Changed since the last checkpoint."
+        if self._offline:
+            return "offline", last or "Working offline."
+        return "clean", ""
+
+    def status(self) -> dict[str, object]:
+        """What `status --json` shows."""
+        state, detail = self.state()
+        base = self.installer.base()
+        totals = self._totals()
+        assert self.publisher is not None or base is None, "set by prepare"
+        waiting = self.publisher.waiting() if self.publisher else None
+        head = next(
+            (row for row in reversed(self.journal.checkpoints()) if row.state == "published"), None
+        )
+        shown = None if base is None else _point(base[0].snapshot_id, base[0].created_at)
+        return {
+            "uri": self.options.uri,
+            "mountpoint": self.options.mountpoint,
+            "state_dir": self.options.state_dir,
+            "pid": os.getpid(),
+            "read_only": False,
+            "state": state,
+            "detail": detail,
+            "exit_code": EXIT_CODES[state],
+            "head": None if head is None else _point(head.snapshot_id, head.created_at),
+            "base": shown,
+            "pending": {
+                "checkpoints": waiting.checkpoints if waiting else 0,
+                "objects": waiting.objects if waiting else 0,
+                "bytes": waiting.bytes if waiting else 0,
+                "oldest": waiting.oldest if waiting else None,
+            },
+            "dirty": self.sealer.dirty_paths() if self.volume.changed_since is not None else [],
+            **totals,
+            "kept_local": self._kept_local(),
+            "last_published": self.journal.get_meta("last_published"),
+            "last_error": str(self._last_error) if self._last_error else None,
+        }
+
+    def _kept_local(self) -> list[dict[str, str]]:
+        kept = self.journal.get_json(META_KEPT_LOCAL, [])
+        return [{"path": path, "reason": reason} for path, reason in kept]
+
+    def _totals(self) -> dict[str, object]:
+        files = hydrated = total = here = 0
+        for entry in self.sealer.survey().files.values():
+            inode = entry.inode
+            files += 1
+            total += inode.size
+            missing = 0
+            if inode.absent and inode.record is not None:
+                missing = sum(
+                    piece.size
+                    for piece, state in zip(inode.record.pieces, inode.states, strict=True)
+                    if state not in (HYDRATED, DIRTY)
+                )
+            here += inode.size - missing
+            hydrated += not missing
+        return {
+            "files": {"total": files, "hydrated": hydrated, "absent": files - hydrated},
+            "bytes": {"total": total, "hydrated": here},
+        }
+
+    def metrics(self) -> dict[str, object]:
+        """Counters since the mount."""
+        return {
+            "operations": self.volume.operations,
+            "open_files": len(self.volume.open_inos()),
+            "changes": self.volume.change_count,
+            "cache_bytes": self.objects.cached_bytes(),
+        }
+
+    def what_travels(self) -> dict[str, object]:
+        """Every path that the next checkpoint holds, and what stays local among them."""
+        survey = self.sealer.survey()
+        files = [
+            {"path": entry.path, "logical": logical, "size": entry.inode.size}
+            for logical, entry in sorted(survey.files.items())
+        ]
+        kept = [{"path": kept.path, "reason": kept.reason} for kept in survey.kept]
+        return {"files": files, "links": sorted(survey.links), "kept_local": kept}
+
+    def path_status(self, path: str) -> dict[str, object]:
+        """The byte states of one path."""
+        inode = self.volume.resolve(path)
+        return {
+            "path": path,
+            "state": self.byte_state(inode),
+            "size": inode.size,
+            "sha256": inode.record.sha256 if inode.record and not inode.dirty else None,
+            "logical": self._logical(inode),
+            "chunks": {
+                "total": len(inode.states),
+                "absent": inode.absent,
+                "dirty": inode.states.count(DIRTY),
+            },
+        }
+
+    def _logical(self, inode: Inode) -> str | None:
+        return to_logical(self.volume.path_of(inode)) if self.volume.matters(inode) else None
+
+    def byte_state(self, inode: Inode) -> str:
+        """One of absent, hydrated, dirty, sealed, published, local."""
+        if not self.volume.matters(inode) or not inode.is_file:
+            return "local"
+        if inode.dirty:
+            return "dirty"
+        if inode.absent:
+            return "absent"
+        if inode.record is None or not self._has_pending():
+            return "published" if inode.record is None else "hydrated"
+        stored = [row.snapshot_id for row in self.journal.checkpoints(state="pending")]
+        return "sealed" if stored else "hydrated"
+
+    def xattr(self, ino: int, name: bytes) -> bytes | None:
+        """`user.hpkfs.<name>` of an inode of the volume."""
+        inode = self.volume.get(ino)
+        if name == b"state":
+            return self.byte_state(inode).encode()
+        if name == b"sha256" and inode.record is not None and not inode.dirty:
+            return inode.record.sha256.encode()
+        if name == b"logical":
+            logical = self._logical(inode)
+            return None if logical is None else logical.encode()
+        return None
+
+    def status_bytes(self) -> bytes:
+        """The bytes of `.hpkfs/status.json`."""
+        return (json.dumps(self.status(), indent=2, sort_keys=True) + "\n").encode()
+
+    # -- fetch and evict ------------------------------------------------------------------
+
+    async def fetch(
+        self, paths: list[str], *, progress: Callable[[dict[str, object]], Awaitable[None]]
+    ) -> dict[str, object]:
+        """Hydrate files and folders now; an empty list means everything."""
+        chosen = [inode for inode in self._below(paths) if inode.absent]
+        todo = sum(inode.size for inode in chosen)
+        files = size = 0
+        for inode in chosen:
+            size += await self.content.hydrate(inode)
+            files += 1
+            await progress({"bytes": size, "total": todo, "files": files})
+        self.content.save_states()
+        return {"files": files, "bytes": size}
+
+    async def evict(self, paths: list[str]) -> dict[str, object]:
+        """Drop clean bytes from this disk; files that are open keep theirs."""
+        chosen = [inode for inode in self._below(paths) if not inode.dirty]
+        freed = await self.content.evict(
+            chosen, keep=lambda inode: self.volume.is_open(inode.ino) or self._is_needed(inode)
+        )
+        freed += await trio.to_thread.run_sync(self.objects.evict, 0) if not paths else 0
+        return {"files": sum(bool(inode.absent) for inode in chosen), "bytes": freed}
+
+    def _is_needed(self, inode: Inode) -> bool:
+        """Bytes of which this machine has the only copy: sealed, and not on the store yet."""
+        del inode
+        return False  # pending/ holds them until they are on the store
+
+    def _below(self, paths: list[str]) -> list[Inode]:
+        found: list[Inode] = []
+        for path in paths or [""]:
+            inode = self.volume.resolve(path)
+            if inode.is_folder:
+                self._collect(inode.ino, found)
+            elif inode.is_file:
+                found.append(inode)
+        return [self.volume.inodes.adopt(inode) for inode in found if inode.record_text is not None]
+
+    def _collect(self, ino: int, found: list[Inode]) -> None:
+        for _, inode in self.volume.walk_folder(ino):
+            if inode.is_folder:
+                self._collect(inode.ino, found)
+            elif inode.is_file and inode.record_text is not None:
+                found.append(inode)
+
+
+async def _nothing(_replaced: list[Replaced]) -> None:
+    """No kernel mount: nothing to invalidate."""
+
+
+def _point(snapshot_id: str, created_at: str) -> dict[str, str]:
+    return {"snapshot_id": snapshot_id, "created_at": created_at}
+
+
+def _rank(path: str) -> int:
+    """The order of background hydration."""
+    if path.startswith(("skills/", "memories/")) or ("/" not in path and path != "state.db"):
+        return 0
+    return 1 if path == "state.db" else RANK_DOCUMENTS
+
+
+def _as_error(error: OSError) -> HpkfsError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return QuotaError(
+            "The disk of the state directory is full.",
+            kept="Everything written before is safe.",
+            next_step="Free space on that disk, or run `hpkfs evict`.",
+        )
+    return IntegrityError(f"The state directory failed: {error}.", kept="", next_step="")

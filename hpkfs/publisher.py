@@ -1,0 +1,188 @@
+"""Sealed becomes published: objects first, then the snapshot, the head last.
+
+Called by `mount.py` on its timer and by `sync` and unmount. Checkpoints go oldest first, each
+whole, so the store's history has every one. A checkpoint's bytes leave `pending/` only after the
+head that names it was read back; until then they are never touched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import trio
+
+from hpkfs.core.documents import Head, Reference, encode_head, parse_head
+from hpkfs.errors import ConflictError, IntegrityError, TransientError
+
+if TYPE_CHECKING:
+    from hpkfs.journal import Checkpoint, Journal
+    from hpkfs.objects import ObjectStore
+
+log = logging.getLogger(__name__)
+
+UPLOADS_MAX = 8
+META_CONFLICT = "conflict"
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What is sealed and not yet on the store."""
+
+    checkpoints: int
+    objects: int
+    bytes: int
+    oldest: str | None
+
+
+class Publisher:
+    """Sends the pending checkpoints of one journal."""
+
+    def __init__(
+        self, journal: Journal, objects: ObjectStore, *, pending_folder: str, owner_id: str
+    ) -> None:
+        self._journal = journal
+        self._objects = objects
+        self._pending = pending_folder
+        self._owner_id = owner_id
+        self._lock = trio.Lock()
+
+    def waiting(self) -> Waiting:
+        """Count what waits."""
+        rows = self._journal.checkpoints(state="pending")
+        objects = size = 0
+        for row in rows:
+            folder = os.path.join(self._pending, row.snapshot_id, "objects")
+            try:
+                with os.scandir(folder) as entries:
+                    for entry in entries:
+                        objects += 1
+                        size += entry.stat().st_size
+            except FileNotFoundError:
+                continue
+        return Waiting(len(rows), objects, size, rows[0].created_at if rows else None)
+
+    async def publish(self) -> list[str]:
+        """Send every pending checkpoint.
+
+        Returns:
+            The ids published by this call. Each is durable on the store.
+
+        Raises:
+            ConflictError: the head is not the parent; nothing was overwritten.
+            TransientError, QuotaError, AuthorisationError: what was not sent waits.
+        """
+        done: list[str] = []
+        async with self._lock:
+            for row in self._journal.checkpoints(state="pending"):
+                await self._publish_one(row)
+                done.append(row.snapshot_id)
+        return done
+
+    async def _publish_one(self, row: Checkpoint) -> None:
+        folder = os.path.join(self._pending, row.snapshot_id)
+        found = await self._objects.get_head(self._owner_id)
+        head_bytes = None if found is None else found[1]
+        if found is not None and self._is(found[0], row):
+            await self._acknowledge(row, folder)  # an earlier attempt got this far
+            return
+        self._check_parent(row, None if found is None else found[0])
+        await self._send_objects(os.path.join(folder, "objects"))
+        document = await trio.to_thread.run_sync(_read, os.path.join(folder, "snapshot.json"))
+        if hashlib.sha256(document).hexdigest() != row.sha256:
+            raise IntegrityError(
+                f"The sealed checkpoint {row.snapshot_id} is damaged on this machine.",
+                kept="The store was not changed, and your files are in the mount as they were.",
+                next_step="Run `hpkfs fsck` on the state directory.",
+            )
+        await self._objects.put_snapshot(row.snapshot_id, document)
+        reference = Reference(row.snapshot_id, row.sha256)  # type: ignore[arg-type]  # hex ids
+        head = Head("agent", self._owner_id, reference.snapshot_id, reference.sha256)
+        await self._objects.swap_head(head_bytes, encode_head(head))
+        await self._acknowledge(row, folder)
+        log.info("published checkpoint %s", row.snapshot_id)
+
+    async def _send_objects(self, folder: str) -> None:
+        limiter = trio.CapacityLimiter(UPLOADS_MAX)
+        failures: list[Exception] = []
+
+        async def send(name: str) -> None:
+            async with limiter:
+                if failures:
+                    return
+                try:
+                    data = await trio.to_thread.run_sync(_read, os.path.join(folder, name))
+                    await self._objects.put(f"objects/{name}", data)
+                except Exception as error:  # noqa: BLE001 - the first one is raised below
+                    failures.append(error)
+
+        names = await trio.to_thread.run_sync(_names, folder)
+        async with trio.open_nursery() as nursery:
+            for name in names:
+                nursery.start_soon(send, name)
+        if failures:
+            raise failures[0]
+
+    def _is(self, head: Head, row: Checkpoint) -> bool:
+        return (head.snapshot_id, head.sha256) == (row.snapshot_id, row.sha256)
+
+    def _check_parent(self, row: Checkpoint, head: Head | None) -> None:
+        expected = (row.parent_id, row.parent_sha256)
+        actual = (None, None) if head is None else (head.snapshot_id, head.sha256)
+        if expected != actual:
+            raise self.conflict(actual[0], row)
+
+    def conflict(self, theirs: str | None, row: Checkpoint) -> ConflictError:
+        """The sentences of a head that moved elsewhere; the state stays until it is resolved."""
+        self._journal.set_meta(META_CONFLICT, theirs or "none")
+        there = (
+            f"The store's checkpoint is now {theirs}, made elsewhere."
+            if theirs
+            else "The store has no head any more."
+        )
+        return ConflictError(
+            there,
+            kept=(
+                f"Nothing was overwritten: theirs is on the store, yours is in {self._pending}"
+                f" (newest {row.snapshot_id}) and in the mount."
+            ),
+            next_step="Work on; keep both until you choose, for instance by copying what you need.",
+        )
+
+    async def _acknowledge(self, row: Checkpoint, folder: str) -> None:
+        with self._journal.transaction():
+            self._journal.set_checkpoint_state(row.snapshot_id, "published")
+            self._journal.set_meta(META_CONFLICT, None)
+            self._journal.set_meta("last_published", row.created_at)
+        await trio.to_thread.run_sync(self._journal.sync)
+        await trio.to_thread.run_sync(_remove, folder)
+
+
+def _read(path: str) -> bytes:
+    try:
+        with open(path, "rb") as source:
+            return source.read()
+    except FileNotFoundError as error:
+        raise IntegrityError(
+            f"{path} is missing on this machine.",
+            kept="The store was not changed.",
+            next_step="Run `hpkfs fsck` on the state directory.",
+        ) from error
+
+
+def _names(folder: str) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except FileNotFoundError:
+        return []
+
+
+def _remove(folder: str) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+__all__ = ["Head", "Publisher", "TransientError", "Waiting", "parse_head"]
