@@ -36,7 +36,7 @@ _GROUPS = ("agent", "memory")
 
 @dataclass(frozen=True, slots=True)
 class Portable:
-    """The settings of an agent that are the same on all of its machines.
+    """The settings that are the same on all machines of an agent.
 
     Attributes:
         model: the model's name; empty means that Hermes chooses.
