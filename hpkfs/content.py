@@ -95,9 +95,7 @@ class FileCut:
             self._waiting.discard(index)
             done = self._busy[index] = trio.Event()
             try:
-                data = await trio.to_thread.run_sync(
-                    os.pread, self._fd, length, index * PIECE_SIZE
-                )
+                data = await trio.to_thread.run_sync(os.pread, self._fd, length, index * PIECE_SIZE)
             finally:
                 del self._busy[index]
                 done.set()
@@ -114,9 +112,7 @@ class FileCut:
                 if saved:
                     for index in indexes:
                         data = await self.read(index)
-                        await trio.to_thread.run_sync(
-                            os.pwrite, out, data, index * PIECE_SIZE
-                        )
+                        await trio.to_thread.run_sync(os.pwrite, out, data, index * PIECE_SIZE)
                     continue
                 done = trio.Event()
                 for index in indexes:
@@ -143,9 +139,7 @@ class FileCut:
 class Content:
     """The backing files of one state directory."""
 
-    def __init__(
-        self, folder: str, *, journal: Journal, objects: ObjectStore, disk: Disk
-    ) -> None:
+    def __init__(self, folder: str, *, journal: Journal, objects: ObjectStore, disk: Disk) -> None:
         self._folder = folder
         self._journal = journal
         self._objects = objects

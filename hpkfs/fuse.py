@@ -306,9 +306,7 @@ class Filesystem(pyfuse3.Operations):
         """Make a file and open it."""
         volume = self._writable(parent_inode)
         self._refuse_virtual(parent_inode, name)
-        inode = await volume.create(
-            parent_inode, name, mode=mode, caller=Caller(ctx.uid, ctx.gid)
-        )
+        inode = await volume.create(parent_inode, name, mode=mode, caller=Caller(ctx.uid, ctx.gid))
         info = FileInfo(fh=pyfuse3.FileHandleT(inode.ino), keep_cache=True)
         return info, self._attributes(inode)
 

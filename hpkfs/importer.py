@@ -245,7 +245,9 @@ class _Importer:
         except OSError as error:
             self._skip(shown or ".", f"cannot be listed: {error.strerror}")
             return
-        databases = {name for name in names if self._is_database(os.path.join(source, os.fsdecode(name)))}
+        databases = {
+            name for name in names if self._is_database(os.path.join(source, os.fsdecode(name)))
+        }
         for name in names:
             text = os.fsdecode(name)
             path = os.path.join(source, text)
@@ -254,7 +256,10 @@ class _Importer:
                 if name != CONTROL_NAME:
                     self._skip(place, "is taken from elsewhere or belongs to hpkfs")
                 continue
-            if any(text.endswith(end) and os.fsencode(text.removesuffix(end)) in databases for end in SIDECARS):
+            if any(
+                text.endswith(end) and os.fsencode(text.removesuffix(end)) in databases
+                for end in SIDECARS
+            ):
                 continue  # its content comes with the database
             try:
                 self._entry(path, parent, name, place, is_database=name in databases)
@@ -276,9 +281,7 @@ class _Importer:
             return False
         return head == SQLITE_MAGIC
 
-    def _entry(
-        self, path: str, parent: int, name: bytes, place: str, *, is_database: bool
-    ) -> None:
+    def _entry(self, path: str, parent: int, name: bytes, place: str, *, is_database: bool) -> None:
         found = os.lstat(path)
         if len(name) > NAME_BYTES_MAX:
             self._skip(place, "has too long a name")

@@ -1,4 +1,4 @@
-"""The journal: inodes, dentries, chunk states, checkpoints and the operation log in one SQLite file.
+"""The journal: inodes, dentries, chunk states, checkpoints and the operation log, in SQLite.
 
 Owned by the one daemon of a state directory and used from its event loop only. Every method that
 changes something is one transaction, or part of the caller's `transaction()`. A committed
@@ -515,5 +515,5 @@ def _translate(error: sqlite3.Error, path: str) -> QuotaError | JournalError:
     return JournalError(
         f"The journal {path} cannot be used: {text}.",
         kept="The store and the files under `backing/` beside it were not touched.",
-        next_step="Run `hpkfs fsck` on the state directory; keep a copy of it before anything else.",
+        next_step="Keep a copy of the state directory, then run `hpkfs fsck` on it.",
     )

@@ -13,6 +13,7 @@ import math
 import os
 import signal
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pyfuse3
@@ -22,7 +23,6 @@ from hpkfs import control, mountpoint, places
 from hpkfs.agent import Agent, AgentOptions
 from hpkfs.core.documents import Reference
 from hpkfs.core.ids import timestamp_ns
-from hpkfs.core.uris import FileStore
 from hpkfs.errors import BusyError, HpkfsError, SavedLocallyError, UsageError
 from hpkfs.fuse import Filesystem
 from hpkfs.history import History, entry_name
@@ -36,6 +36,7 @@ from hpkfs.volume import Caller, Replaced
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from hpkfs.core.uris import StoreUri
     from hpkfs.journal import Checkpoint
     from hpkfs.options import MountOptions
     from hpkfs.transport.base import Transport
@@ -45,11 +46,9 @@ log = logging.getLogger(__name__)
 PUBLISH_BUDGET_S = 15.0
 BUSY_PATIENCE_S = 2.0
 BUSY_POLL_S = 0.1
-REPLY_GRACE_S = 2.0
+REPLY_GRACE_S = 0.05
 FUSE_TASKS_MAX = 64
 READ_AHEAD_KIB = 1_024
-
-Progress = "Callable[[dict[str, object]], Awaitable[None]]"
 
 
 def run_mount(options: MountOptions, *, ready: Callable[[dict[str, object]], None]) -> int:
@@ -70,11 +69,23 @@ def run_mount(options: MountOptions, *, ready: Callable[[dict[str, object]], Non
 
 async def _serve(options: MountOptions, ready: Callable[[dict[str, object]], None]) -> int:
     store, at = places.resolve_uri(options.uri, at=options.at)
-    if options.read_only or at is not None:
-        daemon: Daemon = await ReadOnlyDaemon.open(options, store, at)
-    else:
-        daemon = await ReadWriteDaemon.open(options, store)
-    return await daemon.serve(ready)
+    state_dir = places.state_dir(store, options.state_dir)
+    prepared = mountpoint.prepare(
+        options.mountpoint,
+        uri=str(store),
+        recovery_dir=os.path.join(state_dir, places.OUR_FOLDER, "recovery"),
+    )
+    options = replace(options, mountpoint=prepared.path)
+    try:
+        daemon: Daemon
+        if options.read_only or at is not None:
+            daemon = await ReadOnlyDaemon.open(options, store, at, state_dir=state_dir)
+        else:
+            daemon = await ReadWriteDaemon.open(options, store, state_dir=state_dir)
+        return await daemon.serve(ready, moved_to=prepared.moved_to)
+    except BaseException:
+        mountpoint.undo(prepared)
+        raise
 
 
 class Daemon:
@@ -117,7 +128,9 @@ class Daemon:
 
     # -- the life of a mount --------------------------------------------------------------
 
-    async def serve(self, ready: Callable[[dict[str, object]], None]) -> int:
+    async def serve(
+        self, ready: Callable[[dict[str, object]], None], *, moved_to: str | None
+    ) -> int:
         """Mount, serve, take down."""
         try:
             self._mount()
@@ -129,7 +142,7 @@ class Daemon:
                     nursery.start_soon(self._signals)
                     nursery.start_soon(self._run_fuse, nursery.cancel_scope)
                     await trio.to_thread.run_sync(_raise_read_ahead, self.mountpoint)
-                    ready(self.record())
+                    ready({**self.record(), "moved_to": moved_to})
                 await self._end()
                 control_nursery.cancel_scope.cancel()
         finally:
@@ -179,9 +192,7 @@ class Daemon:
                 }
             pyfuse3.close(unmount=False)
             self._finished.set()
-            with trio.move_on_after(REPLY_GRACE_S):
-                await self._replied()
-
+            await trio.sleep(REPLY_GRACE_S)  # who asked for the unmount gets its answer
 
     async def _signals(self) -> None:
         """SIGTERM and SIGINT never lose anything: unmount, else seal, publish and detach."""
@@ -213,11 +224,7 @@ class Daemon:
     async def handle(self, op: str, args: dict[str, Any], progress: Any) -> dict[str, object]:
         """Answer one request of the control socket."""
         if op == "umount":
-            self._waiting_replies += 1
-            try:
-                return await self._umount(args)
-            finally:
-                self._waiting_replies -= 1
+            return await self._umount(args)
         return await self.operate(op, args, progress)
 
     async def _umount(self, args: dict[str, Any]) -> dict[str, object]:
@@ -282,10 +289,12 @@ class ReadWriteDaemon(Daemon):
         )
 
     @classmethod
-    async def open(cls, options: MountOptions, store: Any) -> ReadWriteDaemon:
+    async def open(
+        cls, options: MountOptions, store: StoreUri, *, state_dir: str
+    ) -> ReadWriteDaemon:
         """Open the state directory and make the tree ready."""
         uri = str(store)
-        state_dir = places.state_dir(store, options.state_dir)
+        transport = make_transport(store)
         lock = places.RunLock(state_dir)
         lock.acquire()
         try:
@@ -300,8 +309,9 @@ class ReadWriteDaemon(Daemon):
                     cache_bytes=options.cache_size_bytes,
                     seal_after_s=options.seal_after_s,
                 ),
-                make_transport(store),
+                transport,
             )
+            places.note_store(state_dir, uri)
             await agent.prepare()
         except BaseException:
             lock.release()
@@ -485,9 +495,10 @@ class ReadOnlyDaemon(Daemon):
         )
 
     @classmethod
-    async def open(cls, options: MountOptions, store: Any, at: str | None) -> ReadOnlyDaemon:
+    async def open(
+        cls, options: MountOptions, store: StoreUri, at: str | None, *, state_dir: str
+    ) -> ReadOnlyDaemon:
         """Load the checkpoint; nothing is mounted yet."""
-        state_dir = places.state_dir(store, options.state_dir)
         folder = os.path.join(state_dir, "hpkfs")
         os.makedirs(os.path.join(folder, "objects"), mode=0o700, exist_ok=True)
         os.makedirs(os.path.join(folder, "pending"), mode=0o700, exist_ok=True)
@@ -628,9 +639,10 @@ def _raise_read_ahead(path: str) -> None:
     device = mountpoint.device_of(path)
     if device is None:
         return
-    with contextlib.suppress(OSError), open(
-        f"/sys/class/bdi/{device}/read_ahead_kb", "w", encoding="ascii"
-    ) as out:
+    with (
+        contextlib.suppress(OSError),
+        open(f"/sys/class/bdi/{device}/read_ahead_kb", "w", encoding="ascii") as out,
+    ):
         out.write(str(READ_AHEAD_KIB))
 
 

@@ -3,14 +3,14 @@
 Called once by `agent.py`, before anything else touches the state directory. No content is
 scanned: the journal names every inode that needs attention.
 
-    died here                          on disk                       done here
-    after a create's backing file      a file that no inode names    replaced when its number is used
-    between unlink and the last close  an inode without a name       inode dropped, file deleted
-    after dropping an inode            a row in `dropped`            journal made durable, file deleted
-    while emptying a file              a row `emptied:<ino>`         file emptied, row deleted
-    during a seal                      `pending/.new`                deleted; everything still dirty
-    after the rename, before the row   a pending folder, no row      deleted; everything still dirty
-    power cut                          another boot id               clean chunks verified when read
+    died here                         on disk                      done here
+    after a create's backing file     a file that no inode names   replaced when its number comes
+    between unlink and last close     an inode without a name      inode dropped, file deleted
+    after dropping an inode           a row in `dropped`           journal synced, file deleted
+    while emptying a file             a row `emptied:<ino>`        file emptied, row deleted
+    during a seal                     `pending/.new`               deleted; everything still dirty
+    after the rename, before the row  a pending folder, no row     deleted; everything still dirty
+    power cut                         another boot id              clean chunks verified when read
 """
 
 from __future__ import annotations

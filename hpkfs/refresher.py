@@ -272,7 +272,10 @@ class Installer:
         ino: int | None = None,
     ) -> Inode:
         entry = attributes.files.get(logical)
-        mode, mtime_ns = default_mode(logical, folder=False, executable=record.executable), created_ns
+        mode, mtime_ns = (
+            default_mode(logical, folder=False, executable=record.executable),
+            created_ns,
+        )
         if entry is not None and entry.sha256 == record.sha256:
             mode, mtime_ns = entry.mode & 0o777, entry.mtime_ns
             if bool(mode & 0o100) != record.executable:
@@ -381,10 +384,10 @@ class Installer:
         current = None if known is None else self._volume.get(known)
         entry = attributes.files.get(logical)
         keeps_time = entry is None or entry.sha256 != record.sha256
-        if current is not None and current.record is not None and keeps_time:
+        if keeps_time and current is not None and current.record is not None:
             # The time of first sight stays while the digest does.
-            if current.record.sha256 == record.sha256:
-                created_ns = current.mtime_ns
+            same = current.record.sha256 == record.sha256
+            created_ns = current.mtime_ns if same else created_ns
         inode = self._file_inode(logical, record, attributes, created_ns)
         if current is not None:
             self._volume.detach_name(parent, name)

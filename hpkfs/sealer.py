@@ -70,7 +70,7 @@ log = logging.getLogger(__name__)
 # Dirty files up to this size are read within the cut itself, as long as they stay within the sum.
 INLINE_BYTES_MAX = 256 * 1024
 INLINE_SUM_MAX = 64 * 1024 * 1024
-KEY_PROBE_BYTES = 200
+KEY_PROBE_BYTES = 256
 SUPER_JOURNAL_TRIES = 20
 SUPER_JOURNAL_WAIT_S = 0.05
 SQLITE_MAGIC = b"SQLite format 3\0"

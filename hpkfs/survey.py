@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from hpkfs.volume import Volume
 
+
 @dataclass(frozen=True, slots=True)
 class Kept:
     """Something among what travels that stays on this machine, and why."""
@@ -51,7 +52,6 @@ class Survey:
     folders: dict[str, Found] = field(default_factory=dict)
     filled: set[str] = field(default_factory=set)
     kept: list[Kept] = field(default_factory=list)
-
 
 
 def survey(volume: Volume, *, stored: Collection[str], mountpoint: str | None) -> Survey:
