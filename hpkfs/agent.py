@@ -138,6 +138,7 @@ class Agent:
         self._offline = options.offline
         self._blocked: str | None = None
         self._wake = trio.Event()
+        self._hydration = trio.Event()
         self._sync_lock = trio.Lock()
         self._trimmed = 0.0
         if self.journal.has_unsealed():
@@ -213,7 +214,8 @@ class Agent:
         if pending:
             self._check_ancestry(head.snapshot_id, pending)
             return False
-        if base is not None and self.volume.changed_since is not None:
+        unsealed = self.volume.changed_since is not None or self.sealer.corrupt is not None
+        if base is not None and unsealed:
             return False  # the seal that follows meets the head and names the conflict
         loaded = await load(
             self.objects, Reference(head.snapshot_id, head.sha256), owner_id=head.owner_id
@@ -225,6 +227,7 @@ class Agent:
         for problem in loaded.problems:
             log.info("%s", problem)
         await self.invalidate(replaced)
+        self._hydration.set()
         log.info("installed checkpoint %s", head.snapshot_id)
         return True
 
@@ -236,6 +239,7 @@ class Agent:
             replaced.append(Replaced(ROOT_INO, b"config.yaml", 0))
         await trio.to_thread.run_sync(self.journal.sync)
         await self.invalidate(replaced)
+        self._hydration.set()
 
     def _check_ancestry(self, head_id: str, pending: list[Checkpoint]) -> None:
         """A pending chain must start at the head, or contain it."""
@@ -293,6 +297,13 @@ class Agent:
                 self.note_error(error if isinstance(error, HpkfsError) else _as_error(error))
 
     async def _hydrate_rest(self) -> None:
+        """Fetch what is absent, now and whenever a checkpoint or a returning store asks for it."""
+        while True:
+            self._hydration = trio.Event()
+            await self._hydrate_all()
+            await self._hydration.wait()
+
+    async def _hydrate_all(self) -> None:
         """Fetch what is absent: small profile files, then the database, then documents."""
         # A database can be sealed only when it is whole, so it comes with --lazy, too.
         order = [
@@ -311,8 +322,8 @@ class Agent:
                 try:
                     await self.content.hydrate(inode)
                 except (HpkfsError, OSError) as error:
-                    stopped = True
-                    log.info("background hydration stopped: %s", error)
+                    stopped = isinstance(error, TransientError | QuotaError)
+                    log.info("background hydration of inode %d: %s", inode.ino, error)
 
         async with trio.open_nursery() as nursery:
             for inode in order:
@@ -337,10 +348,13 @@ class Agent:
             self._wake = trio.Event()
             with trio.move_on_after(delay or self._until_seal()):
                 await self._wake.wait()
-            if not delay and self._until_seal() > 0 and not self._has_pending():
+            offline = self._offline and not self.options.offline
+            if not (delay or offline or self._has_pending() or self._until_seal() <= 0):
                 continue
             try:
                 await self.sync(pull=False)
+                if offline:
+                    await self._probe()
                 delay = 0.0
             except TransientError as error:
                 self.note_error(error)
@@ -349,6 +363,11 @@ class Agent:
             except HpkfsError as error:
                 self.note_error(error)
                 delay = RETRY_S_MAX
+
+    async def _probe(self) -> None:
+        """Ask the store whether it is there again."""
+        await self.objects.get_head(self.owner_id)
+        self._online()
 
     def _until_seal(self) -> float:
         """Seconds until what changed is to be sealed; a long time when nothing changed."""
@@ -380,7 +399,8 @@ class Agent:
                 except HpkfsError as error:
                     self.note_error(error)
                     raise
-                self._online()
+                if published:
+                    self._online()
             pulled = await self.pull() if pull and not self.options.offline else False
         outcome = self.outcome()
         return {
@@ -423,6 +443,9 @@ class Agent:
             self._blocked = "quota"
 
     def _online(self) -> None:
+        if self._offline and not self.options.offline:
+            log.info("the store answers again")
+            self._hydration.set()
         self._offline = self.options.offline
         self._blocked = None
 
@@ -550,10 +573,11 @@ class Agent:
             return "dirty"
         if inode.absent:
             return "absent"
-        if inode.record is None or not self._has_pending():
-            return "published" if inode.record is None else "hydrated"
-        stored = [row.snapshot_id for row in self.journal.checkpoints(state="pending")]
-        return "sealed" if stored else "hydrated"
+        if self._has_pending() and inode.record is not None:
+            waiting = self.publisher.waiting_objects() if self.publisher else set()
+            if any(piece.object in waiting for piece in inode.record.pieces):
+                return "sealed"
+        return "published" if inode.record is None else "hydrated"
 
     def xattr(self, ino: int, name: bytes) -> bytes | None:
         """`user.hpkfs.<name>` of an inode of the volume."""

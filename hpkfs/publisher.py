@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from hpkfs.core.documents import Head, Reference, encode_head, parse_head
-from hpkfs.errors import ConflictError, IntegrityError, TransientError
+from hpkfs.core.documents import Head, Reference, encode_head
+from hpkfs.errors import ConflictError, IntegrityError
 
 if TYPE_CHECKING:
     from hpkfs.journal import Checkpoint, Journal
@@ -65,6 +65,14 @@ class Publisher:
             except FileNotFoundError:
                 continue
         return Waiting(len(rows), objects, size, rows[0].created_at if rows else None)
+
+    def waiting_objects(self) -> set[str]:
+        """Names of the objects of which the only copy is here."""
+        found: set[str] = set()
+        for row in self._journal.checkpoints(state="pending"):
+            folder = os.path.join(self._pending, row.snapshot_id, "objects")
+            found.update(f"objects/{name}" for name in _names(folder))
+        return found
 
     async def publish(self) -> list[str]:
         """Send every pending checkpoint.
@@ -183,6 +191,3 @@ def _names(folder: str) -> list[str]:
 
 def _remove(folder: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
-
-
-__all__ = ["Head", "Publisher", "TransientError", "Waiting", "parse_head"]

@@ -326,7 +326,7 @@ class Installer:
         for link in sorted(previous.links.keys() - attributes.links.keys()):
             local_link = to_local(link)
             if local_link is not None:
-                self._remove(local_link, replaced)
+                self._remove_link(local_link, previous.links[link], replaced)
         return replaced
 
     def _drop_database(self, replaced: list[Replaced]) -> None:
@@ -351,11 +351,32 @@ class Installer:
         parent = self._find_folder(local.rpartition("/")[0])
         name = os.fsencode(local.rpartition("/")[2])
         ino = None if parent is None else self._journal.lookup(parent, name)
-        if parent is None or ino is None:
+        if parent is None or ino is None or self._stays(ino, local):
             return
         self._volume.detach_name(parent, name)
         replaced.append(Replaced(parent, name, ino))
         self._remove_empty_folders(local.rpartition("/")[0], replaced)
+
+    def _remove_link(self, local: str, target: str, replaced: list[Replaced]) -> None:
+        parent = self._find_folder(local.rpartition("/")[0])
+        name = os.fsencode(local.rpartition("/")[2])
+        ino = None if parent is None else self._journal.lookup(parent, name)
+        if parent is None or ino is None or self._volume.get(ino).target != os.fsencode(target):
+            return
+        self._volume.detach_name(parent, name)
+        replaced.append(Replaced(parent, name, ino))
+
+    def _stays(self, ino: int, local: str) -> bool:
+        """Whether a local version is kept: an edit that does not travel, or another kind of node.
+
+        Nothing that travels is dirty during an install, so what is dirty is named in
+        `kept_local` and has no other copy.
+        """
+        inode = self._volume.get(ino)
+        if inode.is_file and not inode.dirty:
+            return False
+        log.info("%s keeps its local version, which does not travel", local)
+        return True
 
     def _remove_empty_folders(self, path: str, replaced: list[Replaced]) -> None:
         while "/" in path:
@@ -381,6 +402,8 @@ class Installer:
         parent = self._make_folders(local.rpartition("/")[0], created_ns, replaced)
         name = os.fsencode(local.rpartition("/")[2])
         known = self._journal.lookup(parent, name)
+        if known is not None and self._stays(known, local):
+            return
         current = None if known is None else self._volume.get(known)
         entry = attributes.files.get(logical)
         keeps_time = entry is None or entry.sha256 != record.sha256

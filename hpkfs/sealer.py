@@ -146,22 +146,28 @@ class Sealer:
     async def _seal(self) -> SealResult:
         await self._read_ignore()
         waiting = await self._hydrate_dirty()
-        mark = self._volume.change_count
         staging = os.path.join(self._pending, ".new")
         await trio.to_thread.run_sync(_empty_folder, staging)
         # The cut: nothing from here to the end of `_cut` awaits.
+        volume = self._volume
+        since = volume.changed_since
         work = _Work(self, staging, waiting)
         work.cut()
+        volume.changed_since = None  # what changes from here on is for the next seal
         try:
-            await work.store_files()
-            await work.store_database()
-            await work.store_settings()
-        finally:
-            work.end()
-        result = await self._finish(work)
-        if self._volume.change_count == mark and not waiting:
-            self._volume.changed_since = None
-        self.waiting = waiting
+            try:
+                await work.store_files()
+                await work.store_database()
+                await work.store_settings()
+            finally:
+                work.end()
+            result = await self._finish(work)
+        except BaseException:
+            volume.changed_since = since
+            raise
+        if work.waiting:
+            volume.changed_since = volume.changed_last = time.monotonic()
+        self.waiting = work.waiting
         return result
 
     async def _read_ignore(self) -> None:
@@ -484,7 +490,7 @@ class _Work:
             if looks_like_private_key(data[:KEY_PROBE_BYTES]):
                 self._fail(entry, "holds a private key")
                 continue
-            executable = bool(entry.inode.mode & 0o100)
+            executable = bool(entry.mode & 0o100)
             records[logical] = self._store_bytes(logical, data, executable=executable)
         return records
 
@@ -513,7 +519,7 @@ class _Work:
             folder, name = os.path.split(path)
             conversations.seal_database(folder, name, workspace=(), hermes=False)
         entry = self._survey.files[logical]
-        return self.split(logical, path, executable=bool(entry.inode.mode & 0o100))
+        return self.split(logical, path, executable=bool(entry.mode & 0o100))
 
     def split(self, logical: str, path: str, *, executable: bool) -> FileRecord:
         """Hash a file whole and by piece; pieces the base does not know are staged."""
@@ -704,7 +710,7 @@ class _Work:
             record = entry.inode.record
             if record is None:
                 return None
-        executable = bool(entry.inode.mode & 0o100) if logical != DATABASE else False
+        executable = bool(entry.mode & 0o100) if logical != DATABASE else False
         if stored is not None and stored.sha256 == record.sha256:
             record = stored
         if record.executable != executable:
@@ -728,7 +734,7 @@ class _Work:
                 entries[logical] = old  # carried forward: a failure, or a name not shown here
         folders = {}
         for logical, entry in self._survey.folders.items():
-            mode = stat.S_IMODE(entry.inode.mode) & 0o777
+            mode = stat.S_IMODE(entry.mode) & 0o777
             empty = logical not in self._survey.filled
             if empty or entry.xattrs or mode != default_mode(entry.path, folder=True):
                 folders[logical] = sidecar.FolderEntry(mode, _texts(entry.xattrs), empty)
@@ -737,17 +743,17 @@ class _Work:
     def _entry(self, logical: str, entry: Found, record: FileRecord) -> sidecar.Entry | None:
         """What the sidecar says of a file; None where a reader would guess it right."""
         inode = entry.inode
-        mode = stat.S_IMODE(inode.mode) & 0o777
+        mode = stat.S_IMODE(entry.mode) & 0o777
         old = self.attributes.files.get(logical)
         unchanged = (
             logical not in self._new
-            and inode.base_mtime_ns == inode.mtime_ns
+            and inode.base_mtime_ns == entry.mtime_ns
             and inode.base_mode == mode
             and not entry.xattrs
         )
         if unchanged and (old is None or old.sha256 == record.sha256):
             return old
-        return sidecar.Entry(record.sha256, inode.mtime_ns, mode, _texts(entry.xattrs))
+        return sidecar.Entry(record.sha256, entry.mtime_ns, mode, _texts(entry.xattrs))
 
     def _store_attributes(
         self, files: dict[str, FileRecord], attributes: sidecar.Attributes

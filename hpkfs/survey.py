@@ -39,6 +39,8 @@ class Found:
     logical: str
     inode: Inode
     generation: int
+    mode: int
+    mtime_ns: int
     xattrs: dict[bytes, bytes]
     sidecars: list[Inode] = field(default_factory=list)
 
@@ -81,7 +83,15 @@ class _Walk:
         for name, inode in self._volume.walk_folder(ino):
             path = prefix + os.fsdecode(name)
             xattrs: Mapping[bytes, bytes] = self._xattrs.get(inode.ino, {})
-            entry = Found(path, to_logical(path) or "", inode, inode.generation, dict(xattrs))
+            entry = Found(
+                path=path,
+                logical=to_logical(path) or "",
+                inode=inode,
+                generation=inode.generation,
+                mode=inode.mode,
+                mtime_ns=inode.mtime_ns,
+                xattrs=dict(xattrs),
+            )
             if inode.is_folder:
                 self._folder(entry, prefix, travelling=travelling)
             else:
