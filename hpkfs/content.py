@@ -193,7 +193,7 @@ class Content:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
-            if inode.record_text is not None and not inode.dirty:
+            if inode.record_text is not None:
                 self._lost(inode)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             self._new_names = True
@@ -212,11 +212,20 @@ class Content:
             os.close(oldest)
 
     def _lost(self, inode: Inode) -> None:
-        """The backing file of a clean file is gone: every chunk is absent again."""
-        if any(state != ABSENT for state in inode.states):
-            inode.states = bytearray(len(inode.states))
-            inode.count_absent()
-            self._journal.update(inode.ino, states=bytes(inode.states))
+        """The backing file of a file with a record is gone: the record is what is left of it.
+
+        A power cut does this to a file that was never synced; its clean chunks come again.
+        """
+        if not inode.dirty and all(state == ABSENT for state in inode.states):
+            return  # it never had one
+        log.warning("the bytes of inode %d are gone; the store's version is fetched", inode.ino)
+        record = inode.record
+        assert record is not None, "only files with a record"
+        states = bytearray([ABSENT]) * len(record.pieces)
+        self._journal.update(inode.ino, states=bytes(states), dirty=0, size=record.size)
+        inode.set_record(record, states)
+        inode.dirty = 0
+        inode.size = record.size
 
     def forget(self, ino: int) -> None:
         """Close what is open of an inode."""
@@ -240,7 +249,10 @@ class Content:
         try:
             found = os.fstat(fd) if fd is not None else os.stat(self.path(inode.ino))
         except FileNotFoundError:
-            inode.size = 0
+            if inode.record_text is None:
+                inode.size = 0
+            else:
+                self._lost(inode)
             return
         inode.size = found.st_size
         inode.mtime_ns = found.st_mtime_ns
@@ -258,6 +270,7 @@ class Content:
         Raises:
             HpkfsError: a chunk is absent and cannot be fetched; a later read tries again.
         """
+        self.fd(inode)  # should the bytes be gone, its chunks are absent now
         if inode.absent:
             try:
                 await self.ensure(inode, offset, offset + size)
