@@ -1,8 +1,10 @@
 """Named disk calls: every call that a promise of durability rests on, with the name of its point.
 
 `RealDisk` is what the program uses. Tests pass another `Disk` that fails, or kills the process,
-at a named point; a name that no crash test covers fails the house tests. Names are
-`area.what.call`.
+at a named point; a name that no crash test covers fails the house tests. A name at a call is
+`area.what.call`; `write_atomic` takes `area.what` and passes the four points of `ATOMIC_CALLS`.
+A full disk is a `QuotaError` and a failed fsync an `IntegrityError`, both with the system's error
+as their cause; every other error of the system goes to the caller as it is.
 """
 
 from __future__ import annotations
@@ -11,11 +13,15 @@ import contextlib
 import errno
 import os
 import secrets
-from typing import Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from hpkfs.errors import IntegrityError, QuotaError
 
-POINTS = frozenset(
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# What stands at the calls.
+POINTS: Final = frozenset(
     {
         "backing.data.fsync",
         "backing.file.fsync",
@@ -29,12 +35,22 @@ POINTS = frozenset(
         "store.folder.fsync",
         "store.head",
         "store.object",
+        "store.object.fsync",
     }
 )
+# Those of `write_atomic`, and what it does in order: a new file, its bytes, its name, the folder.
+ATOMIC_POINTS: Final = frozenset({"pending.snapshot", "store.head", "store.object"})
+ATOMIC_CALLS: Final = ("write", "fsync", "rename", "folder")
+# Everything that `RealDisk.at` may see.
+NAMES: Final = (POINTS - ATOMIC_POINTS) | {
+    f"{p}.{call}" for p in ATOMIC_POINTS for call in ATOMIC_CALLS
+}
+
+TEMPORARY_SUFFIX: Final = ".tmp"
 
 
 class Disk(Protocol):
-    """The calls; each raises `QuotaError` when the disk is full."""
+    """The calls; each raises `QuotaError` when the disk is full. All block."""
 
     def fsync_file(self, fd: int, *, point: str) -> None:
         """Make bytes and size of a file durable (fsync(2))."""
@@ -53,7 +69,11 @@ class Disk(Protocol):
         ...
 
     def write_atomic(self, path: str, data: bytes, *, mode: int = 0o600, point: str) -> None:
-        """Put a file in place whole; durable on return. Points: `<point>`, see the source."""
+        """Put a file in place whole; durable on return.
+
+        After an error the file is the old one or the new one, whole; only a return says which.
+        A kill may leave `<path>.<random>.tmp` beside it.
+        """
         ...
 
 
@@ -62,18 +82,18 @@ class RealDisk:
 
     def at(self, point: str) -> None:
         """A named point is about to be passed."""
-        assert point in POINTS, f"{point} is no named point"
+        assert point in NAMES, f"{point} is no named point"
 
     def fsync_file(self, fd: int, *, point: str) -> None:
         """See `Disk`."""
-        self.at(point)
-        with _full_disk():
+        with _told():
+            self.at(point)
             os.fsync(fd)
 
     def fdatasync_file(self, fd: int, *, point: str) -> None:
         """See `Disk`."""
-        self.at(point)
-        with _full_disk():
+        with _told():
+            self.at(point)
             os.fdatasync(fd)
 
     def fsync_folder(self, path: str, *, point: str) -> None:
@@ -81,38 +101,47 @@ class RealDisk:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             self.fsync_file(fd, point=point)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # fsync(2): this file system cannot, for folders
+                raise
         finally:
             os.close(fd)
 
     def rename(self, source: str, target: str, *, point: str) -> None:
         """See `Disk`."""
-        self.at(point)
-        with _full_disk():
+        with _told():
+            self.at(point)
             os.rename(source, target)
 
     def write_atomic(self, path: str, data: bytes, *, mode: int = 0o600, point: str) -> None:
-        """See `Disk`: a name beside it, its fsync, the rename, the folder's fsync."""
-        beside = f"{path}.{secrets.token_hex(4)}.tmp"
-        with _full_disk():
+        """See `Disk`."""
+        assert point in ATOMIC_POINTS, f"{point} is no name of an atomic write"
+        beside = f"{path}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}"
+        try:
+            self._write_new(beside, data, mode=mode, point=point)
+            self.rename(beside, path, point=f"{point}.rename")
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(beside)
+            raise
+        self.fsync_folder(os.path.dirname(path), point=f"{point}.folder")
+
+    def _write_new(self, path: str, data: bytes, *, mode: int, point: str) -> None:
+        with _told():
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
             try:
-                fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-                try:
-                    view = memoryview(data)
-                    while view:
-                        view = view[os.write(fd, view) :]
-                    self.fsync_file(fd, point=point)
-                finally:
-                    os.close(fd)
-                self.rename(beside, path, point=point)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(beside)
-                raise
-            self.fsync_folder(os.path.dirname(path), point=point)
+                self.at(f"{point}.write")
+                view = memoryview(data)
+                while view:
+                    view = view[os.write(fd, view) :]
+                self.fsync_file(fd, point=f"{point}.fsync")
+            finally:
+                os.close(fd)
 
 
 @contextlib.contextmanager
-def _full_disk():  # type: ignore[no-untyped-def]  # a context manager of nothing
+def _told() -> Iterator[None]:
+    """Say what a full or a failing disk means; other errors are the caller's to judge."""
     try:
         yield
     except OSError as error:

@@ -1,123 +1,161 @@
 """Objects by digest: verified when read, sent once, cached on disk; the head and snapshots.
 
-Every byte that comes out of here has the size and the digest that its document names. Called by
-`content.py`, `publisher.py`, `refresher.py` and the virtual tree. A damaged copy in the cache is
-dropped and fetched again; a damaged one on the store is an error.
+Every byte that comes out of here has the size and the digest that its document names, and so has
+every byte that goes to the store. Called by `content.py`, `publisher.py`, `refresher.py` and the
+virtual tree. A damaged copy in the cache is dropped and fetched again; a damaged one on the store
+is an error. For a store in a directory one read is one thread hop: open, read and hash together.
+
+The cache is a convenience: a full disk or a kill costs nothing but copies.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import functools
 import logging
 import os
 import secrets
-from typing import TYPE_CHECKING
+import threading
+from typing import TYPE_CHECKING, Final
 
 import trio
 
+from hpkfs.core.chunks import parse_object_name
 from hpkfs.core.documents import Head, Reference, Snapshot, parse_head, parse_snapshot
+from hpkfs.core.ids import sha256_hex
 from hpkfs.core.limits import MAX_HEAD, MAX_SNAPSHOT
-from hpkfs.errors import IntegrityError, MissingObjectError
+from hpkfs.errors import HpkfsError, IntegrityError, MissingObjectError
 from hpkfs.transport.base import HEAD_NAME
 from hpkfs.transport.local import LocalTransport
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from hpkfs.core.documents import Piece
+    from hpkfs.core.ids import Digest, SnapshotId
     from hpkfs.transport.base import Transport
 
 log = logging.getLogger(__name__)
 
-HASH_INLINE_BYTES_MAX = 64 * 1024
+HASH_INLINE_BYTES_MAX: Final = 64 * 1024
+EVICT_TO: Final = 0.9  # of the budget, so that not every new object evicts one
 
 
 class ObjectStore:
-    """The objects of one agent: pending ones, cached ones, and those on the store."""
+    """The objects of one agent: pending ones, cached ones, and those on the store.
+
+    Args:
+        transport: the store.
+        cache_dir: where verified copies are kept; `snapshots/` in it has documents.
+        pending_dir: sealed checkpoints, `<id>/objects/<digest>.<ext>` each; only read here.
+        cache_bytes: the budget of the cache.
+    """
 
     def __init__(
         self, transport: Transport, *, cache_dir: str, pending_dir: str, cache_bytes: int
     ) -> None:
         self._transport = transport
-        self._cache = cache_dir
+        self._local = transport if isinstance(transport, LocalTransport) else None
         self._pending = pending_dir
-        self._cache_bytes = cache_bytes
-        self._fetching: dict[str, trio.Event] = {}
-        self._on_store: set[str] = set()
-        self._used_bytes: int | None = None
+        self._cache = _Cache(cache_dir, limit_bytes=cache_bytes)
+        self._fetches: dict[Piece, _Fetch] = {}
 
     # -- objects --------------------------------------------------------------------------
 
     async def get(self, piece: Piece, *, keep: bool = True) -> bytes:
-        """The verified bytes of a piece.
+        """The verified bytes of a piece; callers for the same one share one fetch.
 
         Args:
             piece: what is wanted.
-            keep: put fetched bytes into the cache; a backing file needs no second copy.
+            keep: put fetched bytes into the cache; a backing file needs no second copy. A store
+                in a directory is never cached.
 
         Raises:
             IntegrityError: the store's object is not what its name says.
             MissingObjectError: the store lacks it.
             TransientError: the store did not answer.
         """
-        name = piece.object
-        while (running := self._fetching.get(name)) is not None:
-            await running.wait()  # re-check: what another reader fetched may be in the cache now
-        done = self._fetching[name] = trio.Event()
+        while (running := self._fetches.get(piece)) is not None:
+            await running.done.wait()
+            if running.data is not None:
+                return running.data
+            if running.error is not None:
+                raise _again(running.error) from running.error
+            # re-check: the one who fetched was cancelled, so another caller takes over
+        fetch = self._fetches[piece] = _Fetch()
         try:
-            data = await trio.to_thread.run_sync(self._get_here, piece)
-            if data is None:
-                data = await self._transport.get(name, limit=piece.size)
-                await self._verify(piece, data)
-                if keep:
-                    await trio.to_thread.run_sync(self._keep, name, data)
-            return data
+            fetch.data = await self._fetch(piece, keep=keep)
+            return fetch.data
+        except HpkfsError as error:
+            fetch.error = error
+            raise
         finally:
-            del self._fetching[name]
-            done.set()
+            del self._fetches[piece]
+            fetch.done.set()
 
-    def _get_here(self, piece: Piece) -> bytes | None:
-        """Look on this machine, and on a store that is a directory of it; verified."""
-        name = piece.object
-        with contextlib.suppress(OSError):
-            for checkpoint in os.listdir(self._pending):
-                path = os.path.join(self._pending, checkpoint, name)
-                data = _read(path, piece.size)
-                if data is not None and _fits(piece, data):
-                    return data
-        path = self._cached_path(name)
-        data = _read(path, piece.size)
-        if data is not None:
-            if _fits(piece, data):
-                with contextlib.suppress(OSError):
-                    os.utime(path)
-                return data
-            log.info("the cached copy of %s was damaged; it is fetched again", name)
-            with contextlib.suppress(OSError):
-                os.unlink(path)
-        if isinstance(self._transport, LocalTransport):
-            data = self._transport.read(name, piece.size)
+    async def _fetch(self, piece: Piece, *, keep: bool) -> bytes:
+        if self._local is not None:
+            return await self._local.reading(self._read_all, piece, self._local)
+        data = await trio.to_thread.run_sync(self._read_here, piece)
+        if data is None:
+            data = await self._transport.get(piece.object, limit=piece.size)
+            if not await _in_thread_if_long(functools.partial(_fits, piece, data), len(data)):
+                raise _damaged(piece.object)
+            if keep:
+                await trio.to_thread.run_sync(self._cache.put, _cached_name(piece.object), data)
+        return data
+
+    def _read_all(self, piece: Piece, store: LocalTransport) -> bytes:
+        """One thread hop for a store in a directory."""
+        data = self._read_here(piece)
+        if data is None:
+            data = store.read(piece.object, piece.size)
             if not _fits(piece, data):
-                raise _damaged(name)
-            return data
-        return None
+                raise _damaged(piece.object)
+        return data
 
-    async def _verify(self, piece: Piece, data: bytes) -> None:
-        if len(data) > HASH_INLINE_BYTES_MAX:
-            good = await trio.to_thread.run_sync(_fits, piece, data)
-        else:
-            good = _fits(piece, data)
-        if not good:
-            raise _damaged(piece.object)
+    def _read_here(self, piece: Piece) -> bytes | None:
+        """Look on this machine; verified."""
+        name = piece.object
+        for path in self._pending_paths(name):
+            data = _read(path, piece.size)
+            if data is not None and _fits(piece, data):
+                return data
+        cached = _cached_name(name)
+        data = self._cache.get(cached, piece.size)
+        if data is not None and not _fits(piece, data):
+            log.info("the cached copy of %s was damaged; it is fetched again", name)
+            self._cache.drop(cached)
+            return None
+        return data
+
+    def _pending_paths(self, name: str) -> list[str]:
+        try:
+            checkpoints = os.listdir(self._pending)
+        except OSError:
+            return []
+        return [os.path.join(self._pending, checkpoint, name) for checkpoint in checkpoints]
 
     async def has(self, name: str) -> bool:
         """Whether the store has a name."""
-        return name in self._on_store or await self._transport.exists(name)
+        return await self._transport.exists(name)
 
     async def put(self, name: str, data: bytes) -> None:
-        """Put an object on the store unless it is there; durable on return."""
-        if not await self.has(name):
+        """Put an object on the store unless it is there; durable on return.
+
+        Raises:
+            IntegrityError: the bytes are not what the name says; nothing was sent.
+        """
+        digest, _ = parse_object_name(name)
+        if not await _in_thread_if_long(lambda: sha256_hex(data) == digest, len(data)):
+            raise IntegrityError(
+                f"The sealed copy of {name} on this machine is damaged.",
+                kept="It was not sent; the store was not changed.",
+                next_step="Run `hpkfs fsck` on the state directory.",
+            )
+        # A directory compares the bytes itself: there a name may stand for half an object.
+        if self._local is not None or not await self._transport.exists(name):
             await self._transport.put(name, data)
-        self._on_store.add(name)
 
     # -- documents ------------------------------------------------------------------------
 
@@ -134,40 +172,57 @@ class ObjectStore:
         return parse_head(data, owner_id=owner_id), data
 
     async def get_snapshot(
-        self, reference: Reference, *, owner_id: str | None
+        self, wanted: Reference | SnapshotId, *, owner_id: str | None
     ) -> tuple[Snapshot, bytes]:
-        """A snapshot, checked against the digest that names it.
+        """A snapshot and its bytes.
+
+        Args:
+            wanted: with a `Reference` the bytes are checked against its digest, and a copy on this
+                machine will do; with an id alone they are always the store's.
+            owner_id: the agent it must be of; None for any.
 
         Raises:
             IntegrityError: its bytes have another digest, or break the format.
+            MissingObjectError: the store lacks it.
         """
-        name = f"snapshots/{reference.snapshot_id}.json"
-        data = await trio.to_thread.run_sync(self._cached_document, name, reference.sha256)
+        snapshot_id = wanted.snapshot_id if isinstance(wanted, Reference) else wanted
+        digest = wanted.sha256 if isinstance(wanted, Reference) else None
+        name = f"snapshots/{snapshot_id}.json"
+        data = None
+        if digest is not None:
+            data = await trio.to_thread.run_sync(self._cached_document, name, digest)
         if data is None:
             data = await self._transport.get(name, limit=MAX_SNAPSHOT)
-            if hashlib.sha256(data).hexdigest() != reference.sha256:
-                raise IntegrityError(
-                    f"The checkpoint {reference.snapshot_id} on the store is not what its digest"
-                    " says.",
-                    kept="Nothing was changed.",
-                    next_step="Run `hpkfs fsck` on the store; restore an earlier checkpoint.",
-                )
+        return await trio.to_thread.run_sync(self._parse, snapshot_id, digest, data, owner_id), data
+
+    def _parse(
+        self, snapshot_id: SnapshotId, digest: Digest | None, data: bytes, owner_id: str | None
+    ) -> Snapshot:
+        """Check a document, then keep a copy."""
+        if digest is not None and sha256_hex(data) != digest:
+            raise IntegrityError(
+                f"The checkpoint {snapshot_id} on the store is not what its digest says.",
+                kept="Nothing was changed.",
+                next_step="Run `hpkfs fsck` on the store; restore an earlier checkpoint.",
+            )
         snapshot = parse_snapshot(data, owner_id=owner_id)
-        if snapshot.snapshot_id != reference.snapshot_id:
+        if snapshot.snapshot_id != snapshot_id:
             raise IntegrityError(
                 f"The store holds the checkpoint {snapshot.snapshot_id} under the name of"
-                f" {reference.snapshot_id}.",
+                f" {snapshot_id}.",
                 kept="Nothing was changed.",
                 next_step="Run `hpkfs fsck` on the store.",
             )
-        await trio.to_thread.run_sync(self._keep, name, data)
-        return snapshot, data
+        if digest is not None:
+            self._cache.put(f"snapshots/{snapshot_id}.json", data)
+        return snapshot
 
-    def _cached_document(self, name: str, digest: str) -> bytes | None:
-        data = _read(self._cached_path(name), MAX_SNAPSHOT)
-        if data is not None and hashlib.sha256(data).hexdigest() == digest:
-            return data
-        return None
+    def _cached_document(self, name: str, digest: Digest) -> bytes | None:
+        data = self._cache.get(name, MAX_SNAPSHOT)
+        if data is not None and sha256_hex(data) != digest:
+            self._cache.drop(name)
+            return None
+        return data
 
     async def put_snapshot(self, snapshot_id: str, document: bytes) -> None:
         """Put a snapshot on the store and read it back.
@@ -192,58 +247,110 @@ class ObjectStore:
 
     def cached_bytes(self) -> int:
         """Bytes in the cache."""
+        return self._cache.used_bytes()
+
+    def evict(self, to_bytes: int) -> int:
+        """Drop the least recently used until `to_bytes` are left; returns the bytes freed."""
+        return self._cache.evict(to_bytes)
+
+
+class _Fetch:
+    """One fetch that several callers may wait for. No data and no error: it was cancelled."""
+
+    def __init__(self) -> None:
+        self.done = trio.Event()
+        self.data: bytes | None = None
+        self.error: HpkfsError | None = None
+
+
+class _Cache:
+    """Files in a folder, least recently used first out. Blocking; any thread.
+
+    A file's mtime is the time of its last use.
+    """
+
+    def __init__(self, folder: str, *, limit_bytes: int) -> None:
+        self._folder = folder
+        self._limit_bytes = limit_bytes
+        self._lock = threading.Lock()
+        self._used_bytes: int | None = None
+
+    def get(self, name: str, limit: int) -> bytes | None:
+        path = os.path.join(self._folder, name)
+        data = _read(path, limit)
+        if data is not None:
+            with contextlib.suppress(OSError):
+                os.utime(path)
+        return data
+
+    def put(self, name: str, data: bytes) -> None:
+        path = os.path.join(self._folder, name)
+        if len(data) > self._limit_bytes or os.path.exists(path):
+            return
+        beside = f"{path}.{secrets.token_hex(4)}.tmp"
+        try:
+            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+            with open(beside, "xb") as out:
+                out.write(data)
+            with self._lock:
+                # Counted before the name is there, or counted twice.
+                used = self._used() + (0 if os.path.exists(path) else len(data))
+                os.rename(beside, path)
+                self._used_bytes = used
+        except OSError as error:
+            log.info("%s is not cached: %s", name, error.strerror)
+            with contextlib.suppress(OSError):
+                os.unlink(beside)
+            return
+        if used > self._limit_bytes:
+            self.evict(int(self._limit_bytes * EVICT_TO))
+
+    def drop(self, name: str) -> None:
+        path = os.path.join(self._folder, name)
+        with self._lock, contextlib.suppress(OSError):
+            used = self._used()
+            size = os.stat(path).st_size
+            os.unlink(path)
+            self._used_bytes = max(used - size, 0)
+
+    def used_bytes(self) -> int:
+        with self._lock:
+            return self._used()
+
+    def evict(self, to_bytes: int) -> int:
+        with self._lock:
+            entries = sorted(self._entries())
+            used = sum(size for _, size, _ in entries)
+            freed = 0
+            for _, size, path in entries:
+                if used - freed <= to_bytes:
+                    break
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+                    freed += size
+            self._used_bytes = used - freed
+        return freed
+
+    def _used(self) -> int:
         if self._used_bytes is None:
             self._used_bytes = sum(size for _, size, _ in self._entries())
         return self._used_bytes
 
-    def evict(self, to_bytes: int) -> int:
-        """Drop the least recently used until `to_bytes` are left; returns the bytes freed."""
-        freed = 0
-        used = self.cached_bytes()
-        for _, size, path in sorted(self._entries()):
-            if used - freed <= to_bytes:
-                break
-            with contextlib.suppress(OSError):
-                os.unlink(path)
-                freed += size
-        self._used_bytes = used - freed
-        return freed
-
-    def _cached_path(self, name: str) -> str:
-        return os.path.join(self._cache, name.removeprefix("objects/").replace("/", "-"))
-
-    def _entries(self) -> list[tuple[float, int, str]]:
-        found = []
-        with os.scandir(self._cache) as entries:
-            for entry in entries:
-                with contextlib.suppress(FileNotFoundError):
-                    status = entry.stat()
-                    found.append((status.st_mtime, status.st_size, entry.path))
+    def _entries(self) -> list[tuple[int, int, str]]:
+        """Last use, size and path of every file; what a killed writer left counts too."""
+        found: list[tuple[int, int, str]] = []
+        for folder in (self._folder, os.path.join(self._folder, "snapshots")):
+            with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+                for entry in entries:
+                    with contextlib.suppress(FileNotFoundError):
+                        if entry.is_file(follow_symlinks=False):
+                            status = entry.stat()
+                            found.append((status.st_mtime_ns, status.st_size, entry.path))
         return found
 
-    def _keep(self, name: str, data: bytes) -> None:
-        """Cache bytes; a full disk or a kill costs nothing but the copy."""
-        path = os.path.join(
-            self._cache,
-            name.removeprefix("objects/")
-            if name.startswith("objects/")
-            else name.replace("/", "-"),
-        )
-        if os.path.exists(path):
-            return
-        beside = f"{path}.{secrets.token_hex(4)}.tmp"
-        try:
-            with open(beside, "wb") as out:
-                out.write(data)
-            os.rename(beside, path)
-        except OSError as error:
-            log.info("%s is not cached: %s", name, error)
-            with contextlib.suppress(OSError):
-                os.unlink(beside)
-            return
-        self._used_bytes = self.cached_bytes() + len(data)
-        if self._used_bytes > self._cache_bytes:
-            self.evict(self._cache_bytes * 9 // 10)
+
+def _cached_name(name: str) -> str:
+    return name.removeprefix("objects/")
 
 
 def _read(path: str, limit: int) -> bytes | None:
@@ -255,7 +362,18 @@ def _read(path: str, limit: int) -> bytes | None:
 
 
 def _fits(piece: Piece, data: bytes) -> bool:
-    return len(data) == piece.size and hashlib.sha256(data).hexdigest() == piece.sha256
+    return len(data) == piece.size and sha256_hex(data) == piece.sha256
+
+
+async def _in_thread_if_long(check: Callable[[], bool], size_bytes: int) -> bool:
+    if size_bytes > HASH_INLINE_BYTES_MAX:
+        return await trio.to_thread.run_sync(check)
+    return check()
+
+
+def _again(error: HpkfsError) -> HpkfsError:
+    """The same failure for another caller; one exception object has one traceback."""
+    return type(error)(error.happened, kept=error.kept, next_step=error.next_step)
 
 
 def _damaged(name: str) -> IntegrityError:

@@ -35,7 +35,11 @@ class Capabilities:
 
 
 class Transport(Protocol):
-    """A store. Every method may raise `TransientError` and `AuthorisationError`."""
+    """A store. Every method may raise `TransientError` and `AuthorisationError`.
+
+    A method that raised changed the store wholly or not at all. After a `TransientError` only a
+    read tells which; so every write may be repeated as it is.
+    """
 
     @property
     def capabilities(self) -> Capabilities:
@@ -47,7 +51,7 @@ class Transport(Protocol):
 
         Raises:
             MissingObjectError: there is no such name.
-            IntegrityError: it is longer than `limit` bytes.
+            IntegrityError: it is longer than `limit` bytes, or no file.
         """
         ...
 
@@ -58,8 +62,11 @@ class Transport(Protocol):
     async def put(self, name: str, data: bytes) -> None:
         """Store bytes under a name; durable on return. The same bytes again change nothing.
 
+        The head is not put, but swapped.
+
         Raises:
             QuotaError: the store is full; nothing was stored.
+            UsageError: it is no name of a snapshot or an object.
         """
         ...
 
@@ -69,6 +76,10 @@ class Transport(Protocol):
 
     async def swap_head(self, expected: bytes | None, new: bytes) -> None:
         """Replace the head if its bytes are `expected` (None: there is none). Durable on return.
+
+        What was put before is durable then as well, whichever process put it. A head found by
+        reading may not be durable yet, if its writer was killed: swap it for itself before
+        anything is thrown away because of it.
 
         Raises:
             ConflictError: the head is another one; it was not changed.
@@ -80,6 +91,21 @@ class Transport(Protocol):
         ...
 
 
+def check_put_name(name: str) -> str:
+    """Return the name, if it is one that may be put.
+
+    Raises:
+        UsageError: it is not; nothing was asked of the store.
+    """
+    if name == HEAD_NAME:
+        raise UsageError(
+            "The head of a store is swapped, never put.",
+            kept="Nothing was changed.",
+            next_step="This is a mistake in the program; please report it.",
+        )
+    return check_name(name)
+
+
 def check_name(name: str) -> str:
     """Return the name, if it is one of a store.
 
@@ -87,5 +113,9 @@ def check_name(name: str) -> str:
         UsageError: it is not; nothing was asked of the store.
     """
     if _NAME.fullmatch(name) is None:
-        raise UsageError(f"{name!r} is no name in a store.")
+        raise UsageError(
+            f"{name[:100]!r} is no name in a store.",
+            kept="Nothing was asked of the store.",
+            next_step="This is a mistake in the program; please report it.",
+        )
     return name
