@@ -13,6 +13,7 @@ import os
 import random
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
@@ -20,7 +21,7 @@ import trio
 from hpkfs import recovery
 from hpkfs.content import Content
 from hpkfs.core.documents import Reference
-from hpkfs.core.paths import to_logical
+from hpkfs.core.paths import to_local, to_logical
 from hpkfs.durable import RealDisk
 from hpkfs.errors import (
     AuthorisationError,
@@ -35,7 +36,7 @@ from hpkfs.inodes import DIRTY, HYDRATED, ROOT_INO, UNVERIFIED
 from hpkfs.journal import Journal
 from hpkfs.objects import ObjectStore
 from hpkfs.publisher import META_CONFLICT, Publisher
-from hpkfs.refresher import Installer, load
+from hpkfs.refresher import META_START, Installer, load
 from hpkfs.sealer import META_KEPT_LOCAL, Sealer, SealResult
 from hpkfs.volume import Replaced, Volume
 
@@ -63,6 +64,7 @@ CRITICAL_FILES = (
 LOG_TRIM_S = 3_600.0
 HYDRATE_FILES_AT_ONCE = 8
 RANK_DOCUMENTS = 2
+START_RECORDED_S = 60.0
 CACHE_BYTES_DEFAULT = 4 << 30
 
 EXIT_CODES = {
@@ -266,10 +268,12 @@ class Agent:
             nursery.start_soon(self._upkeep)
             nursery.start_soon(self._seal_and_publish)
             nursery.start_soon(self._hydrate_rest)
+            nursery.start_soon(self._record_start)
             task_status.started()
 
     async def close(self) -> None:
         """Write what is only in memory, close every file. The journal is durable afterwards."""
+        self.save_start()
         self.content.save_states()
         self.volume.bury()
         recovery.remove_dropped(self.journal, self.content)
@@ -296,10 +300,51 @@ class Agent:
             except (HpkfsError, OSError) as error:
                 self.note_error(error if isinstance(error, HpkfsError) else _as_error(error))
 
+    async def _record_start(self) -> None:
+        """Note what is read in the first minute, for the next machine's start."""
+        self.content.touched = {}
+        await trio.sleep(START_RECORDED_S)
+        self.save_start()
+
+    def save_start(self) -> None:
+        """Keep what was recorded, if anything was."""
+        touched, self.content.touched = self.content.touched or {}, None
+        profile: dict[str, list[int]] = {}
+        for ino, ranges in touched.items():
+            inode = self.volume.inodes.get(ino)
+            logical = self._logical(inode) if inode is not None else None
+            if logical is not None:
+                profile[logical] = sorted(ranges)
+        if profile:
+            self.journal.set_json(META_START, profile)
+
+    async def _hydrate_start(self) -> None:
+        """Fetch what the last recorded start read, before everything else."""
+        calls = []
+        for logical, ranges in self.journal.get_json(META_START, {}).items():
+            local = to_local(logical)
+            try:
+                inode = self.volume.resolve(local or "")
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            if inode.is_file and inode.absent:
+                calls += [partial(self.content.hydrate_range, inode, number) for number in ranges]
+
+        async def fetch(call: Callable[[], Awaitable[None]]) -> None:
+            try:
+                await call()
+            except (HpkfsError, OSError) as error:
+                log.info("the start profile is fetched later: %s", error)
+
+        async with trio.open_nursery() as nursery:
+            for call in calls:
+                nursery.start_soon(fetch, call)
+
     async def _hydrate_rest(self) -> None:
         """Fetch what is absent, now and whenever a checkpoint or a returning store asks for it."""
         while True:
             self._hydration = trio.Event()
+            await self._hydrate_start()
             await self._hydrate_all()
             await self._hydration.wait()
 

@@ -40,11 +40,12 @@ log = logging.getLogger(__name__)
 
 OPEN_FILES_MAX = 512
 READ_AHEAD_CHUNKS = 8
-BACKGROUND_FETCHES_MAX = 12
+BACKGROUND_FETCHES_MAX = 16
 READ_AHEAD_QUEUE_MAX = 256
 SAVED_CHUNKS_MAX = 64
 COPY_BATCH_BYTES = 8 * PIECE_SIZE
 STARTS_CACHED_MAX = 256
+TOUCHED_INODES_MAX = 2_048
 
 _PUNCH_HOLE_KEEP_SIZE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, fallocate(2)
 
@@ -153,6 +154,8 @@ class Content:
         self._ahead_in, self._ahead_out = trio.open_memory_channel[tuple[Inode, int]](
             READ_AHEAD_QUEUE_MAX
         )
+        # While a start is recorded: the 1 MiB ranges read of each inode.
+        self.touched: dict[int, set[int]] | None = None
         self._starts: OrderedDict[int, tuple[FileRecord, tuple[int, ...]]] = OrderedDict()
 
     # -- long-lived task ------------------------------------------------------------------
@@ -270,6 +273,8 @@ class Content:
         Raises:
             HpkfsError: a chunk is absent and cannot be fetched; a later read tries again.
         """
+        if self.touched is not None:
+            self._note_touched(inode.ino, offset, size)
         self.fd(inode)  # should the bytes be gone, its chunks are absent now
         if inode.absent:
             try:
@@ -277,6 +282,14 @@ class Content:
             except QuotaError:
                 return await self._read_through(inode, offset, size)
         return os.pread(self.fd(inode), size, offset)
+
+    def _note_touched(self, ino: int, offset: int, size: int) -> None:
+        assert self.touched is not None, "asked before"
+        if len(self.touched) < TOUCHED_INODES_MAX:
+            ranges = self.touched.setdefault(ino, set())
+            ranges.update(
+                range(offset // PIECE_SIZE, (offset + max(size, 1) - 1) // PIECE_SIZE + 1)
+            )
 
     async def ensure(self, inode: Inode, start: int, end: int) -> None:
         """Hydrate the chunks that [start, end) touches."""
@@ -305,6 +318,14 @@ class Content:
         missing = [i for i, state in enumerate(inode.states) if state in (ABSENT, UNVERIFIED)]
         await _all([partial(self.hydrate_chunk, inode, i) for i in missing])
         return sum(record.pieces[i].size for i in missing)
+
+    async def hydrate_range(self, inode: Inode, number: int) -> None:
+        """Hydrate the chunks of the 1 MiB range `number`, in the background's share."""
+        record = inode.record
+        if record is not None:
+            start = number * PIECE_SIZE
+            for index in self._touched(inode, record, start, start + PIECE_SIZE):
+                await self.hydrate_chunk(inode, index)
 
     async def hydrate_chunk(
         self, inode: Inode, index: int, *, waiting_reader: bool = False

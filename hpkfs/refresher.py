@@ -19,8 +19,9 @@ from hpkfs.core import attributes as sidecar
 from hpkfs.core import config
 from hpkfs.core.documents import Reference, Snapshot, parse_snapshot
 from hpkfs.core.ids import timestamp_ns
-from hpkfs.core.paths import PORTABLE, SIDECAR, to_local
+from hpkfs.core.paths import PORTABLE, SIDECAR, START, to_local
 from hpkfs.core.portable import Portable, encode_portable, parse_portable
+from hpkfs.core.start import MAX_START, Profile, parse_start
 from hpkfs.errors import BusyError, FormatError, IntegrityError
 from hpkfs.inodes import ABSENT, ROOT_INO, Inode
 from hpkfs.journal import META_BASE, Checkpoint
@@ -45,6 +46,7 @@ PRIVATE_FOLDERS = ("memories", "skills")
 
 META_ATTRIBUTES = "base_attributes"
 META_PORTABLE = "base_portable"
+META_START = "start_profile"
 META_CONFIG = "config_sha256"
 # Digest of the sealed conversation's rows; it belongs to the base's record of the database.
 META_DATABASE_DIGEST = "database_digest"
@@ -63,6 +65,7 @@ class Loaded:
     attributes: sidecar.Attributes
     portable: Portable | None
     problems: tuple[str, ...]
+    start: Profile | None = None
 
     @property
     def reference(self) -> Reference:
@@ -98,7 +101,14 @@ async def load_documents(objects: ObjectStore, snapshot: Snapshot, document: byt
             portable = parse_portable(await read_record(objects, record))
         except FormatError as error:
             problems.append(f"The stored settings cannot be read: {error.happened}")
-    return Loaded(snapshot, document, attributes, portable, tuple(problems))
+    start = None
+    record = snapshot.files.get(START)
+    if record is not None and record.size <= MAX_START:
+        try:
+            start = parse_start(await read_record(objects, record))
+        except IntegrityError as error:
+            log.info("the start profile is not used: %s", error.happened)
+    return Loaded(snapshot, document, attributes, portable, tuple(problems), start)
 
 
 async def read_record(objects: ObjectStore, record: FileRecord) -> bytes:
@@ -214,6 +224,8 @@ class Installer:
             checkpoint_row(snapshot, reference.sha256, parent, state), loaded.document
         )
         self._journal.set_base(snapshot.snapshot_id)
+        if loaded.start is not None:
+            self._journal.set_json(META_START, loaded.start)
 
     # -- the first install ----------------------------------------------------------------
 

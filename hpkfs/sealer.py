@@ -38,9 +38,10 @@ from hpkfs.core.documents import (
 )
 from hpkfs.core.ids import Digest, format_timestamp, make_id
 from hpkfs.core.limits import MAX_FILES, MAX_SNAPSHOT, MAX_TOTAL, PIECE_SIZE
-from hpkfs.core.paths import DATABASE, PORTABLE, SIDECAR, to_local
+from hpkfs.core.paths import DATABASE, PORTABLE, SIDECAR, START, to_local
 from hpkfs.core.policy import EMPTY_IGNORE, looks_like_private_key, parse_ignore
 from hpkfs.core.portable import DEFAULT, encode_portable
+from hpkfs.core.start import encode_start
 from hpkfs.errors import HpkfsError, IntegrityError, RuntimeMismatchError
 from hpkfs.inodes import DIRTY, HYDRATED, Inode
 from hpkfs.refresher import (
@@ -48,6 +49,7 @@ from hpkfs.refresher import (
     META_CONFIG,
     META_DATABASE_DIGEST,
     META_PORTABLE,
+    META_START,
     checkpoint_row,
     default_mode,
     visible_files,
@@ -680,6 +682,8 @@ class _Work:
         attributes = self._attributes(files)
         if attributes != self.attributes:
             self._store_attributes(files, attributes)
+        if self.base is None or files != self.base.files:
+            self._store_start(files)
         self._files = files
         return files, attributes
 
@@ -767,6 +771,13 @@ class _Work:
             out.write(data)
         files[SIDECAR] = self.split(SIDECAR, path, executable=False)
         os.unlink(path)
+
+    def _store_start(self, files: dict[str, FileRecord]) -> None:
+        """Take the newest start profile along; it makes no checkpoint by itself."""
+        profile = self._journal.get_json(META_START, {})
+        known = {path: ranges for path, ranges in profile.items() if path in files}
+        if known:
+            files[START] = self._store_bytes(START, encode_start(known), executable=False)
 
     # -- afterwards -----------------------------------------------------------------------
 

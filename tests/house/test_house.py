@@ -21,7 +21,9 @@ LAUNCHER = ROOT / "launcher" / "hermes_launcher"
 
 # From top to bottom. A module imports from its own row and from the rows below it.
 LAYERS = (
-    {"__main__", "cli", "importer", "fsck", "offline"},
+    {"__main__", "cli"},
+    {"commands", "mounting", "importer", "fsck", "offline"},
+    {"arguments", "background", "show", "terminal"},
     {"mount"},
     {"fuse", "control", "virtual"},
     {"agent", "restore"},
