@@ -22,15 +22,19 @@ SIZE_BYTES_MAX: Final = 1 << 60
 SECONDS_MAX: Final = 86_400.0
 ID_MAX: Final = 2**32 - 2
 UMASK_MAX: Final = 0o777
-_SIZE = re.compile(r"(\d{1,20}(?:\.\d{1,9})?)\s*(?:([KMGT])(?:iB|B)?|B)?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,20}(?:\.\d{1,9})?)\s*(?:([KMGT])(?:iB|B)?|B)?", re.IGNORECASE | re.ASCII)
 _SHIFTS: Final = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
-_SECONDS = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)\s*(?:s|sec|seconds?)?", re.IGNORECASE)
-_AGO = re.compile(r"(\d{1,9}|an?)\s*(second|minute|hour|day|week)s?\s+ago", re.IGNORECASE)
-_DATE = re.compile(r"\d{4}-\d\d-\d\d")
-_TIME = re.compile(r"\d{4}-\d\d-\d\d[Tt ]\d\d:\d\d(?::\d\d(?:\.\d+)?)?(?:[Zz]|[+-]\d\d:\d\d)?")
+_SECONDS = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)\s*(?:s|sec|seconds?)?", re.IGNORECASE | re.ASCII)
+_AGO = re.compile(
+    r"(\d{1,9}|an?)\s*(second|minute|hour|day|week)s?\s+ago", re.IGNORECASE | re.ASCII
+)
+_DATE = re.compile(r"\d{4}-\d\d-\d\d", re.ASCII)
+_TIME = re.compile(
+    r"\d{4}-\d\d-\d\d[Tt ]\d\d:\d\d(?::\d\d(?:\.\d+)?)?(?:[Zz]|[+-]\d\d:\d\d)?", re.ASCII
+)
 _CHECKPOINT = re.compile(r"[0-9a-f]{6,32}")
 # A folder of .hpkfs/history: the time, then the id.
-_HISTORY_NAME = re.compile(r"\d{4}-\d\d-\d\dT[0-9TZ.+-]+-([0-9a-f]{32})/?")
+_HISTORY_NAME = re.compile(r"\d{4}-\d\d-\d\dT[0-9TZ.+-]+-([0-9a-f]{32})/?", re.ASCII)
 _IGNORED_OPTIONS: Final = frozenset(
     {"_netdev", "noauto", "auto", "nofail", "user", "defaults", "rw"}
 )

@@ -16,7 +16,7 @@ import socket
 import sys
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 
-from hpkfs.client import rebuild_error
+from hpkfs.client import describe_error, rebuild_error
 from hpkfs.errors import HpkfsError, UsageError
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def _run_and_tell(run: Run, writing: int) -> int:
         return run(lambda result: tell({"ok": True, "result": result}))
     except HpkfsError as error:
         log.error("%s", error)
-        tell({"ok": False, "error": describe(error)})
+        tell({"ok": False, "error": describe_error(error)})
         return error.exit_code
     except BaseException as error:
         log.critical("the daemon failed", exc_info=error)
@@ -126,19 +126,8 @@ def _run_and_tell(run: Run, writing: int) -> int:
             kept="Everything written before is safe on this machine.",
             next_step="hpkfs/daemon.log in the state directory holds the details.",
         )
-        tell({"ok": False, "error": describe(bug)})
+        tell({"ok": False, "error": describe_error(bug)})
         return BUG_EXIT_CODE
-
-
-def describe(error: HpkfsError) -> dict[str, object]:
-    """Return an error as JSON has it."""
-    return {
-        "class": type(error).__name__,
-        "exit_code": error.exit_code,
-        "happened": error.happened,
-        "kept": error.kept,
-        "next_step": error.next_step,
-    }
 
 
 def set_up_log(log_path: str | None) -> None:

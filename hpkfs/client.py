@@ -130,6 +130,17 @@ def _result_of(reply: dict[str, Any]) -> dict[str, Any]:
     raise rebuild_error(reply["error"])
 
 
+def describe_error(error: HpkfsError) -> dict[str, object]:
+    """Return an error as JSON has it; `rebuild_error` makes it again."""
+    return {
+        "class": type(error).__name__,
+        "exit_code": error.exit_code,
+        "happened": error.happened,
+        "kept": error.kept,
+        "next_step": error.next_step,
+    }
+
+
 def rebuild_error(told: dict[str, Any]) -> HpkfsError:
     """Make the error again that a daemon told; an unknown class by its exit code."""
     known = {kind.__name__: kind for kind in _classes(HpkfsError)}

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import trio
 
+from hpkfs.client import LINE_BYTES_MAX, describe_error
 from hpkfs.errors import BusyError, HpkfsError, UsageError
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LINE_BYTES_MAX: Final = 4 * 1024 * 1024
 CONNECTIONS_MAX: Final = 64
 BACKLOG: Final = 32
 SEND_TIMEOUT_S: Final = 10.0
@@ -247,16 +247,7 @@ def _from_bug(error: Exception) -> HpkfsError:
 
 
 def _failure(error: HpkfsError) -> dict[str, object]:
-    return {
-        "ok": False,
-        "error": {
-            "class": type(error).__name__,
-            "exit_code": error.exit_code,
-            "happened": error.happened,
-            "kept": error.kept,
-            "next_step": error.next_step,
-        },
-    }
+    return {"ok": False, "error": describe_error(error)}
 
 
 async def _send(stream: trio.SocketStream, reply: dict[str, object]) -> None:

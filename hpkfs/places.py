@@ -11,7 +11,6 @@ import contextlib
 import fcntl
 import json
 import os
-import secrets
 import stat
 import time
 from hashlib import sha256
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
 HOME_VARIABLE: Final = "HERMES_PUBKY_HOME"
 TESTNET_VARIABLE: Final = "HERMES_PUBKY_TESTNET"
 SOCKET_DIGITS: Final = 16
+# A socket's path holds 107 bytes (unix(7)); a slash, the digits and `.sock` come behind the folder.
+RUNTIME_BYTES_MAX: Final = 107 - (1 + SOCKET_DIGITS + 5)
 SMALL_FILE_BYTES_MAX: Final = 64 * 1024
 LOCK_ATTEMPTS: Final = 20
 LOCK_PAUSE_S: Final = 0.05
@@ -175,7 +176,7 @@ def _make_device(path: str) -> None:
     An empty file is what a power cut leaves; it is replaced.
     """
     make_private(os.path.dirname(path))
-    made = _write_beside(path, _to_json({"deviceId": make_id(secrets.token_bytes(16))}))
+    made = _write_beside(path, _to_json({"deviceId": make_id(os.urandom(16))}))
     try:
         if os.path.exists(path) and os.path.getsize(path) == 0:
             os.replace(made, path)
@@ -216,9 +217,8 @@ def runtime_dir() -> str:
         UsageError: it belongs to someone else, or others may enter it.
     """
     session = os.environ.get("XDG_RUNTIME_DIR")
-    if session and os.path.isdir(session):
-        path = os.path.join(session, "hpkfs")
-    else:
+    path = os.path.join(session or "", "hpkfs")
+    if not session or not os.path.isdir(session) or len(os.fsencode(path)) > RUNTIME_BYTES_MAX:
         path = f"/tmp/hpkfs-{os.getuid()}"  # the name is fixed, so its owner is checked below
     with contextlib.suppress(FileExistsError):
         os.mkdir(path, 0o700)
@@ -372,7 +372,7 @@ def _write_beside(path: str, data: bytes) -> str:
 
     No point of `durable.py`: each of these files is made again when it is lost.
     """
-    beside = f"{path}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
+    beside = f"{path}.{os.getpid()}.{os.urandom(4).hex()}.tmp"
     fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         os.write(fd, data)
