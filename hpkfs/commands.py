@@ -8,6 +8,7 @@ counts.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
 from datetime import datetime
@@ -263,7 +264,13 @@ def _relative(record: MountRecord, path: str) -> str:
 
 def _unmounted(args: argparse.Namespace) -> tuple[str, str | None]:
     """Return address and named state directory of an agent without a daemon."""
-    store, _ = places.resolve_uri(args.target)
+    text = args.target
+    if not places.has_scheme(text):
+        path = mountpoint.resolve(text)
+        there = mountpoint.mount_around(path)
+        # A dead mount and the bare directory below one both tell whose they are.
+        text = (there.source if there is not None else mountpoint.bare_uri(path)) or text
+    store, _ = places.resolve_uri(text)
     return str(store), absolute(args.state_dir)
 
 
@@ -282,6 +289,8 @@ def exit_code(result: dict[str, Any]) -> int:
 
 def not_mounted(path: str) -> UsageError:
     """Return the error that nothing is mounted on a path."""
-    return UsageError(
-        f"No agent is mounted on {path}.", next_step="`hpkfs list` shows what is mounted."
-    )
+    next_step = "`hpkfs list` shows what is mounted."
+    uri = mountpoint.bare_uri(mountpoint.resolve(path))
+    if uri is not None:
+        next_step = f"Mount it again with `hpkfs mount {shlex.quote(uri)} {shlex.quote(path)}`."
+    return UsageError(f"No agent is mounted on {path}.", next_step=next_step)

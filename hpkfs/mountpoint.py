@@ -39,6 +39,8 @@ The agent that belongs here is not mounted, so its files are not here.
 Nothing is lost. This file and the file `cron` beside it keep Hermes from starting
 a new, empty agent here. To use the directory for something else, delete both.
 """
+AGENT_LINE: Final = "Agent: "
+MARKER_BYTES_MAX: Final = 64 * 1024
 UNMOUNT_TIMEOUT_S: Final = 60.0
 PROBE_TIMEOUT_S: Final = 5.0
 DEAD_LAYERS_MAX: Final = 16
@@ -89,6 +91,7 @@ class Prepared:
         cleared: a dead mount was taken away.
         created: the directory was made.
         marked: the markers were written.
+        named_before: the store that the marker named, where it now names another one.
         moved_to: where leftovers are now; None when there were none.
     """
 
@@ -96,6 +99,7 @@ class Prepared:
     cleared: bool = False
     created: bool = False
     marked: bool = False
+    named_before: str | None = None
     moved_to: str | None = None
 
 
@@ -245,14 +249,21 @@ def prepare(path: str, *, uri: str, recovery_dir: str) -> Prepared:
     if leftovers and not all(_is_marker(path, marker) for marker in MARKERS):
         raise _not_empty(path, leftovers)
     moved_to = _move_away(path, leftovers, recovery_dir) if leftovers else None
-    marked = _mark(path)
-    return Prepared(path, cleared, created, marked, moved_to)
+    named_before = bare_uri(path)
+    marked = _mark(path, uri)
+    if marked or named_before == uri:
+        named_before = None
+    return Prepared(path, cleared, created, marked, named_before, moved_to)
 
 
 def undo(prepared: Prepared) -> None:
     """Take back what `prepare` added, after a mount that did not come about."""
-    with contextlib.suppress(OSError):
-        if prepared.marked and mount_on(prepared.path) is None:
+    if mount_on(prepared.path) is not None:
+        return
+    with contextlib.suppress(OSError, UsageError):
+        if prepared.named_before is not None:
+            _mark(prepared.path, prepared.named_before)
+        if prepared.marked:
             for name in MARKERS:
                 os.unlink(os.path.join(prepared.path, name))
         if prepared.created:
@@ -406,18 +417,37 @@ def _move(source: str, target: str) -> None:
         os.unlink(source)
 
 
-def _mark(path: str) -> bool:
-    """Write the markers that are missing; the text last, since both together mean `ours`."""
+def bare_uri(path: str) -> str | None:
+    """Return the store that the marker in a bare directory names."""
+    if not _is_marker(path, TEXT_MARKER):
+        return None
+    try:
+        with open(os.path.join(path, TEXT_MARKER), encoding="utf-8", errors="replace") as file:
+            lines = file.read(MARKER_BYTES_MAX).splitlines()
+    except OSError:
+        return None
+    return next((line[len(AGENT_LINE) :] for line in lines if line.startswith(AGENT_LINE)), None)
+
+
+def _mark(path: str, uri: str) -> bool:
+    """Write the markers that are missing or name another store; tell whether one was missing."""
     missing = [name for name in MARKERS if not _is_marker(path, name)]
-    for name in missing:
-        try:
-            with open(os.path.join(path, name), "x", encoding="utf-8") as file:
-                file.write(MARKER_TEXT)
-        except OSError as error:
-            if error.errno == errno.EROFS:
-                return False  # nobody can fill a read-only directory either
-            raise _unusable(path, error) from error
+    try:
+        if TEXT_MARKER not in missing and bare_uri(path) != uri:
+            os.unlink(os.path.join(path, TEXT_MARKER))
+            _write_marker(path, TEXT_MARKER, uri)
+        for name in missing:
+            _write_marker(path, name, uri)
+    except OSError as error:
+        if error.errno == errno.EROFS:
+            return False  # nobody can fill a read-only directory either
+        raise _unusable(path, error) from error
     return bool(missing)
+
+
+def _write_marker(path: str, name: str, uri: str) -> None:
+    with open(os.path.join(path, name), "x", encoding="utf-8") as file:
+        file.write(f"{MARKER_TEXT}{AGENT_LINE}{uri}\n")
 
 
 # -- unmounting --------------------------------------------------------------------------------

@@ -195,6 +195,22 @@ def test_the_markers_are_no_content(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "m")) == ["NOT-MOUNTED.txt", "cron"]
 
 
+def test_the_marker_names_the_agent_that_belongs_there(tmp_path: Path) -> None:
+    where = tmp_path / "m"
+    assert mountpoint.bare_uri(str(where)) is None
+    prepare(where)
+    assert mountpoint.bare_uri(str(where)) == URI
+    other = mountpoint.prepare(str(where), uri="file:///other", recovery_dir=str(tmp_path / "r"))
+    assert other == mountpoint.Prepared(str(where), named_before=URI)
+    assert mountpoint.bare_uri(str(where)) == "file:///other"
+    mountpoint.undo(other)
+    assert mountpoint.bare_uri(str(where)) == URI
+    (where / "NOT-MOUNTED.txt").write_bytes(b"\xff of someone")
+    assert mountpoint.bare_uri(str(where)) is None
+    assert prepare(where) == mountpoint.Prepared(str(where))
+    assert mountpoint.bare_uri(str(where)) == URI
+
+
 def test_one_marker_alone_is_no_content_and_is_completed(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "cron").touch()
