@@ -42,7 +42,7 @@ from hpkfs.core.paths import DATABASE, PORTABLE, SIDECAR, START, to_local
 from hpkfs.core.policy import EMPTY_IGNORE, looks_like_private_key, parse_ignore
 from hpkfs.core.portable import DEFAULT, encode_portable
 from hpkfs.core.start import encode_start
-from hpkfs.errors import HpkfsError, IntegrityError, RuntimeMismatchError
+from hpkfs.errors import HpkfsError, QuotaError
 from hpkfs.inodes import DIRTY, HYDRATED, Inode
 from hpkfs.refresher import (
     META_ATTRIBUTES,
@@ -281,6 +281,8 @@ class Sealer:
             finally:
                 os.close(fd)
         self._disk.fsync_folder(objects, point="pending.objects.fsync")
+        for name in ("base", "image"):
+            shutil.rmtree(os.path.join(staging, name), ignore_errors=True)
         self._disk.write_atomic(
             os.path.join(staging, "snapshot.json"), document, point="pending.snapshot"
         )
@@ -562,7 +564,9 @@ class _Work:
                 await trio.sleep(SUPER_JOURNAL_WAIT_S)
                 self._cut_database(entry)
                 continue
-            except (IntegrityError, RuntimeMismatchError) as error:
+            except QuotaError:
+                raise
+            except HpkfsError as error:
                 self._database_failed(error)
                 return
             self.corrupt = None
@@ -583,7 +587,9 @@ class _Work:
         stored = self.base.files.get(DATABASE) if self.base else None
         if stored is None or stored.sha256 != base_record.sha256:
             return
-        path = os.path.join(self.staging, "base.db")
+        folder = os.path.join(self.staging, "base")
+        await trio.to_thread.run_sync(_empty_folder, folder)
+        path = os.path.join(folder, "state.db")
         await trio.to_thread.run_sync(shutil.copyfile, image, path)
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -599,10 +605,11 @@ class _Work:
         finally:
             os.close(fd)
         try:
-            self._base_digest = await trio.to_thread.run_sync(conversations.logical_digest, path)
+            # Normalised like ours: other programs leave in what we clear.
+            sealed = await trio.to_thread.run_sync(_seal_base, folder)
+            self._base_digest = sealed.logical_digest
         except HpkfsError as error:
             log.info("the stored conversation cannot be compared: %s", error)
-        await trio.to_thread.run_sync(os.unlink, path)
 
     def _seal_database(self, image: str) -> FileRecord | None:
         """Normalise and split; None when the conversation is what the base has."""
@@ -881,6 +888,10 @@ def _json_length(path: str, record: FileRecord) -> int:
 
 def _texts(xattrs: Mapping[bytes, bytes]) -> dict[str, bytes]:
     return sidecar.carried_xattrs({os.fsdecode(name): value for name, value in xattrs.items()})
+
+
+def _seal_base(folder: str) -> conversations.Sealed:
+    return conversations.seal_database(folder, "state.db", workspace=(), hermes=True)
 
 
 def _empty_folder(path: str) -> None:

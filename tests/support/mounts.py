@@ -45,7 +45,9 @@ class Mount:
             check=False,
         )
         if check is not None:
-            assert done.returncode == check, f"{args}: {done.returncode}\n{done.stdout}{done.stderr}"
+            assert done.returncode == check, (
+                f"{args}: {done.returncode}\n{done.stdout}{done.stderr}"
+            )
         assert "Traceback" not in done.stderr, done.stderr
         return done
 
