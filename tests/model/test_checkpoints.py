@@ -240,7 +240,7 @@ async def test_a_database_is_sealed_with_its_write_ahead_log(tmp_path: Path, sto
     add_session(live, "20260101_000000_abcdef", cwd="/mnt/agent/workspace/sub")
     add_message(live, "20260101_000000_abcdef", content="only in the log")
     live.commit()
-    image, write_ahead_log = path.read_bytes(), Path(f"{path}-wal").read_bytes()
+    image, write_ahead_log = _image(path)
     async with desk(store, tmp_path / "a") as here:
         await here.write("state.db", image)
         await here.write("state.db-wal", write_ahead_log)
@@ -371,6 +371,10 @@ async def test_evicted_bytes_come_back(store: Path, tmp_path: Path) -> None:
         assert after[1_048_570:1_048_585] == b"across the edge"
         assert after[:1_048_570] == before[:1_048_570]
         assert here.volume.resolve(path).mtime_ns != mtime
+
+
+def _image(path: Path) -> tuple[bytes, bytes]:
+    return path.read_bytes(), Path(f"{path}-wal").read_bytes()
 
 
 def _reference(base: object) -> Reference:
