@@ -34,8 +34,8 @@ POINTS: Final = frozenset(
         "pending.snapshot",
         "store.folder.fsync",
         "store.head",
+        "store.known.fsync",
         "store.object",
-        "store.object.fsync",
     }
 )
 # Those of `write_atomic`, and what it does in order: a new file, its bytes, its name, the folder.

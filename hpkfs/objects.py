@@ -24,6 +24,7 @@ from hpkfs.core.chunks import parse_object_name
 from hpkfs.core.documents import Head, Reference, Snapshot, parse_head, parse_snapshot
 from hpkfs.core.ids import sha256_hex
 from hpkfs.core.limits import MAX_HEAD, MAX_SNAPSHOT
+from hpkfs.durable import TEMPORARY_SUFFIX
 from hpkfs.errors import HpkfsError, IntegrityError, MissingObjectError
 from hpkfs.transport.base import HEAD_NAME
 from hpkfs.transport.local import LocalTransport
@@ -287,13 +288,13 @@ class _Cache:
         path = os.path.join(self._folder, name)
         if len(data) > self._limit_bytes or os.path.exists(path):
             return
-        beside = f"{path}.{secrets.token_hex(4)}.tmp"
+        self.used_bytes()  # the first count removes temporary names, so it comes before ours
+        beside = f"{path}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}"
         try:
             os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
             with open(beside, "xb") as out:
                 out.write(data)
             with self._lock:
-                # Counted before the name is there, or counted twice.
                 used = self._used() + (0 if os.path.exists(path) else len(data))
                 os.rename(beside, path)
                 self._used_bytes = used
@@ -333,17 +334,21 @@ class _Cache:
 
     def _used(self) -> int:
         if self._used_bytes is None:
+            for _, _, path in self._entries(temporary=True):
+                with contextlib.suppress(OSError):
+                    os.unlink(path)  # of a writer that was killed; another one caches nothing
             self._used_bytes = sum(size for _, size, _ in self._entries())
         return self._used_bytes
 
-    def _entries(self) -> list[tuple[int, int, str]]:
-        """Last use, size and path of every file; what a killed writer left counts too."""
+    def _entries(self, *, temporary: bool = False) -> list[tuple[int, int, str]]:
+        """Last use, size and path of every file, or of every unfinished one."""
         found: list[tuple[int, int, str]] = []
         for folder in (self._folder, os.path.join(self._folder, "snapshots")):
             with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
                 for entry in entries:
                     with contextlib.suppress(FileNotFoundError):
-                        if entry.is_file(follow_symlinks=False):
+                        is_temporary = entry.name.endswith(TEMPORARY_SUFFIX)
+                        if is_temporary == temporary and entry.is_file(follow_symlinks=False):
                             status = entry.stat()
                             found.append((status.st_mtime_ns, status.st_size, entry.path))
         return found

@@ -114,7 +114,7 @@ def check_name(name: str) -> str:
     """
     if _NAME.fullmatch(name) is None:
         raise UsageError(
-            f"{name[:100]!r} is no name in a store.",
+            f"The name {name[:100]!r} is none that a store has.",
             kept="Nothing was asked of the store.",
             next_step="This is a mistake in the program; please report it.",
         )

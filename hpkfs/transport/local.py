@@ -191,7 +191,7 @@ class LocalTransport:
         try:
             if os.fstat(fd).st_size != len(data) or os.read(fd, len(data) + 1) != data:
                 return False
-            self._disk.fsync_file(fd, point="store.object.fsync")
+            self._disk.fsync_file(fd, point="store.known.fsync")
         finally:
             os.close(fd)
         self._disk.fsync_folder(os.path.dirname(path), point="store.folder.fsync")
