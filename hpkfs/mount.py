@@ -102,7 +102,8 @@ class Daemon:
         self._publish = True
         self._wait = False
         self._stopping = False
-        self._hurry = trio.CancelScope()
+        self._hurried = False
+        self._sending: trio.CancelScope | None = None
 
     # -- what the two kinds differ in -----------------------------------------------------
 
@@ -139,7 +140,7 @@ class Daemon:
                 self._register()
                 async with trio.open_nursery() as nursery:
                     await nursery.start(self.background)
-                    nursery.start_soon(self._signals)
+                    control_nursery.start_soon(self._signals, control_nursery)
                     nursery.start_soon(self._run_fuse, nursery.cancel_scope)
                     await trio.to_thread.run_sync(_raise_read_ahead, self.mountpoint)
                     ready({**self.record(), "moved_to": moved_to})
@@ -194,15 +195,20 @@ class Daemon:
             self._finished.set()
             await trio.sleep(REPLY_GRACE_S)  # who asked for the unmount gets its answer
 
-    async def _signals(self) -> None:
-        """SIGTERM and SIGINT never lose anything: unmount, else seal, publish and detach."""
+    async def _signals(self, nursery: trio.Nursery) -> None:
+        """SIGTERM and SIGINT never lose anything; a second one only leaves the sending for later.
+
+        What is still busy after a moment is sealed and published first, then detached.
+        """
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
             async for _number in signals:
-                if self._stopping:
-                    self._hurry.cancel()
+                if not self._stopping:
+                    self._stopping = True
+                    nursery.start_soon(self._stop)
                     continue
-                self._stopping = True
-                trio.lowlevel.spawn_system_task(self._stop)
+                self._hurried = True
+                if self._sending is not None:
+                    self._sending.cancel()
 
     async def _stop(self) -> None:
         deadline = trio.current_time() + BUSY_PATIENCE_S
@@ -342,12 +348,11 @@ class ReadWriteDaemon(Daemon):
     async def finish(self) -> dict[str, object]:
         """Seal, then publish within the budget."""
         await self.agent.sync(pull=False, publish=False)
-        if self._publish:
+        if self._publish and not self._hurried:
+            budget_s = math.inf if self._wait else PUBLISH_BUDGET_S
             try:
-                with self._hurry, trio.move_on_after(math.inf if self._wait else PUBLISH_BUDGET_S):
+                with trio.move_on_after(budget_s) as self._sending:
                     await self.agent.sync(pull=False)
-            except SavedLocallyError as error:
-                log.info("%s", error)
             except HpkfsError as error:
                 log.info("%s", error)
         return self.agent.outcome()
