@@ -259,10 +259,16 @@ class Content:
             return
         inode.size = found.st_size
         inode.mtime_ns = found.st_mtime_ns
+        if inode.written_ns > inode.mtime_ns:
+            # The disk's clock ticks some ms apart; else what is made earlier could seem newer.
+            inode.mtime_ns = inode.written_ns
+            os.utime(self.path(inode.ino) if fd is None else fd, ns=(inode.mtime_ns,) * 2)
+        inode.written_ns = 0
         inode.ctime_ns = max(inode.ctime_ns, inode.mtime_ns)
 
     def set_mtime(self, inode: Inode, mtime_ns: int) -> None:
         """Put a time on a backing file that is the authority for it."""
+        inode.written_ns = 0
         os.utime(self.fd(inode), ns=(mtime_ns, mtime_ns))
 
     # -- reading --------------------------------------------------------------------------

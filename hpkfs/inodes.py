@@ -65,6 +65,7 @@ class Inode:
         "states",
         "target",
         "uid",
+        "written_ns",
         "zone",
         "zone_epoch",
     )
@@ -122,6 +123,8 @@ class Inode:
         self.generation = 0
         # Size and mtime must be read from the backing file again.
         self.stale = stat.S_ISREG(self.mode) and (bool(self.dirty) or self.record_text is None)
+        # When it was last written, until the backing file has that time: its own clock is coarser.
+        self.written_ns = 0
         self.zone: object = None
         self.zone_epoch = -1
 

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 NAME_BYTES_MAX = 255
 LINKS_MAX = 65_000
+# What the journal can store, from 1677 to 2262; other times are cut to it, as any disk does.
+TIME_NS_MIN, TIME_NS_MAX = -(1 << 63), (1 << 63) - 1
 PATH_DEPTH_MAX = 2_048
 
 # Sidecars that hold a part of a database's content until SQLite checkpoints it.
@@ -212,7 +214,7 @@ class Volume:
         """Open a file; O_TRUNC empties it."""
         inode = self.get(ino)
         self._opens[ino] = self._opens.get(ino, 0) + 1
-        if flags & os.O_TRUNC and flags & os.O_ACCMODE != os.O_RDONLY:
+        if flags & os.O_TRUNC:  # with O_RDONLY too, as Linux does; the kernel checked the rights
             try:
                 await self.setattr(ino, Change(size=0))
             except BaseException:
@@ -449,7 +451,7 @@ class Volume:
         for name in ("uid", "gid", "atime_ns", "mtime_ns"):
             value = getattr(change, name)
             if value is not None:
-                columns[name] = value
+                columns[name] = max(TIME_NS_MIN, min(value, TIME_NS_MAX))
         with self.journal.transaction():
             self.journal.update(ino, **columns)
             if len(columns) > 1:
@@ -458,7 +460,7 @@ class Volume:
         for name, value in columns.items():
             setattr(inode, name, value)
         if change.mtime_ns is not None and inode.is_file and _backed(inode):
-            self.content.set_mtime(inode, change.mtime_ns)
+            self.content.set_mtime(inode, inode.mtime_ns)
         return inode
 
     def get_xattr(self, ino: int, name: bytes) -> bytes | None:
@@ -512,6 +514,7 @@ class Volume:
     def _write_now(self, inode: Inode, offset: int, data: bytes) -> int:
         absent = self._mark_dirty(inode, offset, offset + len(data))
         inode.stale = True
+        inode.written_ns = time.time_ns()
         inode.generation = next(self._generations)
         written = self.content.write(inode, offset, data)
         if absent:
@@ -535,6 +538,7 @@ class Volume:
             if absent:
                 self._mark_chunks(inode, absent)
         inode.stale = True
+        inode.written_ns = time.time_ns()
         inode.generation = next(self._generations)
         self._refresh(inode)
         self._changed(inode)
