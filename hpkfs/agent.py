@@ -21,6 +21,7 @@ import trio
 from hpkfs import recovery
 from hpkfs.content import Content
 from hpkfs.core.documents import Reference
+from hpkfs.core.known import is_known
 from hpkfs.core.paths import to_local, to_logical
 from hpkfs.durable import RealDisk
 from hpkfs.errors import (
@@ -38,11 +39,13 @@ from hpkfs.objects import ObjectStore
 from hpkfs.publisher import META_CONFLICT, Publisher
 from hpkfs.refresher import META_START, Installer, load
 from hpkfs.sealer import META_KEPT_LOCAL, Sealer, SealResult
+from hpkfs.survey import shown
 from hpkfs.volume import Replaced, Volume
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from hpkfs.durable import Disk
     from hpkfs.inodes import Inode
     from hpkfs.journal import Checkpoint
     from hpkfs.refresher import Loaded
@@ -64,6 +67,7 @@ CRITICAL_FILES = (
 LOG_TRIM_S = 3_600.0
 HYDRATE_FILES_AT_ONCE = 8
 RANK_DOCUMENTS = 2
+META_TOLD = "told_names"
 START_RECORDED_S = 60.0
 CACHE_BYTES_DEFAULT = 4 << 30
 
@@ -96,14 +100,16 @@ class AgentOptions:
 class Agent:
     """The opened parts of one state directory."""
 
-    def __init__(self, options: AgentOptions, transport: Transport) -> None:
+    def __init__(
+        self, options: AgentOptions, transport: Transport, *, disk: Disk | None = None
+    ) -> None:
         self.options = options
         self.transport = transport
         self.folder = os.path.join(options.state_dir, "hpkfs")
         for name in ("backing", "objects", "pending", "recovery"):
             os.makedirs(os.path.join(self.folder, name), mode=0o700, exist_ok=True)
         self.pending_folder = os.path.join(self.folder, "pending")
-        disk = RealDisk()
+        disk = RealDisk() if disk is None else disk
         self.journal = Journal(os.path.join(self.folder, "journal.sqlite3"), disk=disk)
         self.objects = ObjectStore(
             transport,
@@ -547,6 +553,15 @@ class Agent:
             "last_published": self.journal.get_meta("last_published"),
             "last_error": str(self._last_error) if self._last_error else None,
         }
+
+    def tell_new_names(self) -> list[str]:
+        """Top-level names that nobody knows and that were not told before; each is told once."""
+        told = set(self.journal.get_json(META_TOLD, []))
+        names = {os.fsdecode(name) for name, _ in self.volume.list_folder(ROOT_INO)}
+        new = sorted(name for name in names - told if not is_known(name))
+        if new:
+            self.journal.set_json(META_TOLD, sorted(told | set(new)))
+        return [shown(name) for name in new]
 
     def _kept_local(self) -> list[dict[str, str]]:
         kept = self.journal.get_json(META_KEPT_LOCAL, [])

@@ -436,7 +436,7 @@ class ReadWriteDaemon(Daemon):
             return self.agent.metrics()
         if args.get("what") == "what-travels":
             return self.agent.what_travels()
-        return self.agent.status()
+        return {**self.agent.status(), "new_local": self.agent.tell_new_names()}
 
     async def _sync(self, *, wait: bool) -> dict[str, object]:
         while True:

@@ -94,6 +94,9 @@ def status(result: Mapping[str, Any]) -> list[str]:
     kept = result.get("kept_local") or []
     if kept:
         lines += ["Stays on this machine:", *kept_local(kept)]
+    new = result.get("new_local") or []
+    if new:
+        lines.append(f"New here, and staying on this machine: {clean(', '.join(new))}")
     if result.get("last_error"):
         lines.append(f"Last error: {clean(result['last_error'])}")
     return lines

@@ -380,3 +380,12 @@ def _image(path: Path) -> tuple[bytes, bytes]:
 def _reference(base: object) -> Reference:
     snapshot, document = base  # type: ignore[misc]  # a pair
     return Reference(snapshot.snapshot_id, hashlib.sha256(document).hexdigest())  # type: ignore[arg-type,has-type]
+
+
+async def test_a_new_top_level_name_is_told_once(store: Path, tmp_path: Path) -> None:
+    async with desk(store, tmp_path / "a") as here:
+        await here.write("brainwaves.dat", b"local")
+        await here.write("logs/agent.log", b"local")
+        assert here.agent.tell_new_names() == ["brainwaves.dat"]
+        assert here.agent.tell_new_names() == []
+        assert here.agent.state()[0] == "clean"
