@@ -29,8 +29,8 @@ _NAMES_TEXT = """
 _NAMES = frozenset(_NAMES_TEXT.split())
 _PATTERNS = (
     "*.db-wal", "*.db-shm", "*.db-journal", "*.lock", "*.tmp", ".*.tmp", "*.tmp.*",
-    "*_threads.json", "feishu_*.json", "google_chat_user_*", "temp_*", ".restart_*", ".update_*", "desktop*",
-    ".*_shown", "*_snapshots.json",
+    "*_threads.json", "feishu_*.json", "google_chat_user_*", "temp_*", ".restart_*",
+    ".update_*", "desktop*", ".*_shown", "*_snapshots.json",
 )  # fmt: skip
 
 
