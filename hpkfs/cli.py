@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         warn(f"hpkfs: {show.failure(error)}")
         return error.exit_code
     except KeyboardInterrupt:
-        warn("hpkfs: interrupted; what runs in a daemon goes on.")
+        warn("hpkfs: interrupted.")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # Who reads our output has gone; nothing more can be said, nor at the interpreter's end.

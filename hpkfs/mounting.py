@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from hpkfs.core.uris import StoreUri
 
-FORCE_TIMEOUT_S: Final = 60.0
+FORCE_TIMEOUT_S: Final = 30.0
 END_TIMEOUT_S: Final = 10.0
 
 
