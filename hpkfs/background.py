@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 
 from hpkfs.client import describe_error, rebuild_error
 from hpkfs.errors import HpkfsError, UsageError
+from hpkfs.terminal import explain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,17 +46,20 @@ def start(run: Run, *, log_path: str) -> dict[str, Any]:
 
     Raises:
         HpkfsError: what the child raised before it was ready.
+        OSError: the log cannot be written.
     """
     sys.stdout.flush()
     sys.stderr.flush()
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     reading, pipe_end = os.pipe()
     # Above the standard three, which the child replaces, even if the caller has closed those.
     writing = fcntl.fcntl(pipe_end, fcntl.F_DUPFD_CLOEXEC, 3)
     os.close(pipe_end)
     pid = os.fork()
     if pid == 0:
-        _become_daemon(run, writing, log_path)
+        _become_daemon(run, writing, log, log_path)
     os.close(writing)
+    os.close(log)
     try:
         with open(reading, "rb") as pipe:
             line = pipe.readline()
@@ -77,21 +81,20 @@ def start(run: Run, *, log_path: str) -> dict[str, Any]:
     return result
 
 
-def _become_daemon(run: Run, writing: int, log_path: str) -> NoReturn:
+def _become_daemon(run: Run, writing: int, log: int, log_path: str) -> NoReturn:
     code = BUG_EXIT_CODE
     try:
         os.setsid()
-        _let_go(writing, log_path)
+        _let_go(writing, log)
         set_up_log(log_path)
         code = _run_and_tell(run, writing)
     finally:
         os._exit(code)
 
 
-def _let_go(writing: int, log_path: str) -> None:
+def _let_go(writing: int, log: int) -> None:
     """Leave the folder and every descriptor of the caller, who may wait for their end."""
     os.chdir("/")
-    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(log, 1)
@@ -121,13 +124,17 @@ def _run_and_tell(run: Run, writing: int) -> int:
         return error.exit_code
     except BaseException as error:
         log.critical("the daemon failed", exc_info=error)
-        bug = HpkfsError(
-            f"The daemon failed ({type(error).__name__}).",
-            kept="Everything written before is safe on this machine.",
-            next_step="hpkfs/daemon.log in the state directory holds the details.",
-        )
-        tell({"ok": False, "error": describe_error(bug)})
-        return BUG_EXIT_CODE
+        told = explain(error) if isinstance(error, OSError) else _describe_bug(error)
+        tell({"ok": False, "error": describe_error(told)})
+        return told.exit_code
+
+
+def _describe_bug(error: BaseException) -> HpkfsError:
+    return HpkfsError(
+        f"The daemon failed ({type(error).__name__}).",
+        kept="Everything written before is safe on this machine.",
+        next_step="hpkfs/daemon.log in the state directory holds the details.",
+    )
 
 
 def set_up_log(log_path: str | None) -> None:

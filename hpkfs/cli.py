@@ -16,7 +16,7 @@ from hpkfs import __version__, commands, mounting, show
 from hpkfs.arguments import Parser
 from hpkfs.client import describe_error
 from hpkfs.errors import HpkfsError, UsageError
-from hpkfs.terminal import print_json, warn
+from hpkfs.terminal import explain, print_json, warn
 
 if TYPE_CHECKING:
     import argparse
@@ -43,10 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(arguments)
     except HpkfsError as error:
-        if "--json" in arguments:
-            print_json({"error": describe_error(error)})
-        warn(f"hpkfs: {show.failure(error)}")
-        return error.exit_code
+        return _fail(error, as_json="--json" in arguments)
     except KeyboardInterrupt:
         warn("hpkfs: interrupted.")
         return EXIT_INTERRUPTED
@@ -54,6 +51,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Who reads our output has gone; nothing more can be said, nor at the interpreter's end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_USAGE
+    except OSError as error:
+        return _fail(explain(error), as_json="--json" in arguments)
+
+
+def _fail(error: HpkfsError, *, as_json: bool) -> int:
+    if as_json:
+        print_json({"error": describe_error(error)})
+    warn(f"hpkfs: {show.failure(error)}")
+    return error.exit_code
 
 
 def _dispatch(arguments: list[str]) -> int:

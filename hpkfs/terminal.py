@@ -6,12 +6,15 @@ besides goes to stderr.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 import time
 from typing import TYPE_CHECKING, Any, Final
 
 from hpkfs import show
+from hpkfs.errors import HpkfsError, QuotaError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -19,6 +22,18 @@ if TYPE_CHECKING:
 PROGRESS_AFTER_S: Final = 1.0
 PROGRESS_TERMINAL_S: Final = 0.2
 PROGRESS_LINES_S: Final = 5.0
+
+
+def explain(error: OSError) -> HpkfsError:
+    """Make a sentence of what the system refused outside a mount."""
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    where = f"{show.clean(error.filename)}: " if error.filename else ""
+    if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        return QuotaError(f"{where}{reason}.", next_step="Free some space, then try again.")
+    if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS}:
+        next_step = "Make it accessible for you, or name another place."
+        return UsageError(f"{where}{reason}.", next_step=next_step)
+    return HpkfsError(f"{where}{reason}.")
 
 
 def say(line: str) -> None:

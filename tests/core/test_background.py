@@ -27,6 +27,8 @@ how, log_path = sys.argv[1:]
 def run(ready):
     if how == "quota":
         raise QuotaError("Full.", kept="All.", next_step="Free some.")
+    if how == "full-disk":
+        raise OSError(28, "No space left on device", "/some/file")
     if how == "bug":
         raise ZeroDivisionError
     if how == "end":
@@ -84,6 +86,13 @@ def test_a_failure_before_it_is_ready_is_told_as_it_is(tmp_path: Path) -> None:
     done = start("quota", tmp_path / "log")
     assert done.returncode == 5
     assert json.loads(done.stdout) == ["QuotaError", "Full. All. Free some."]
+
+
+def test_a_full_disk_is_told_as_one(tmp_path: Path) -> None:
+    done = start("full-disk", tmp_path / "log")
+    assert done.returncode == 5
+    assert json.loads(done.stdout)[1].startswith("/some/file: No space left on device.")
+    assert "Traceback" in (tmp_path / "log").read_text()
 
 
 def test_a_bug_is_told_in_a_sentence_and_logged_whole(tmp_path: Path) -> None:

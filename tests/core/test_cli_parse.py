@@ -309,6 +309,22 @@ def test_an_error_ends_with_its_code_and_its_three_sentences(
     assert err
 
 
+@pytest.mark.parametrize(("number", "expected"), [(28, 5), (122, 5), (13, 1), (30, 1), (5, 1)])
+def test_what_the_system_refuses_is_no_traceback(
+    number: int,
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(args: object) -> int:
+        raise OSError(number, "", "/some/file")
+
+    replace_run(monkeypatch, fail)
+    code, out, err = run(capsys, "doctor")
+    assert (code, out) == (expected, "")
+    assert err.startswith("hpkfs: /some/file: ")
+
+
 def test_an_interrupt_ends_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
