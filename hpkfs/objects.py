@@ -99,7 +99,11 @@ class ObjectStore:
             return await self._local.reading(self._read_all, piece, self._local)
         data = await trio.to_thread.run_sync(self._read_here, piece)
         if data is None:
-            data = await self._transport.get(piece.object, limit=piece.size)
+            try:
+                data = await self._transport.get(piece.object, limit=piece.size)
+            except MissingObjectError:
+                self._check_sealed(piece.object)
+                raise
             if not await _in_thread_if_long(functools.partial(_fits, piece, data), len(data)):
                 raise _damaged(piece.object)
             if keep:
@@ -110,7 +114,11 @@ class ObjectStore:
         """One thread hop for a store in a directory."""
         data = self._read_here(piece)
         if data is None:
-            data = store.read(piece.object, piece.size)
+            try:
+                data = store.read(piece.object, piece.size)
+            except MissingObjectError:
+                self._check_sealed(piece.object)
+                raise
             if not _fits(piece, data):
                 raise _damaged(piece.object)
         return data
@@ -129,6 +137,15 @@ class ObjectStore:
             self._cache.drop(cached)
             return None
         return data
+
+    def _check_sealed(self, name: str) -> None:
+        """The store lacks an object: say so if this machine had the only copy, and it is damaged.
+
+        Raises:
+            IntegrityError: a sealed copy is here; it was not good, or it would have been used.
+        """
+        if any(map(os.path.exists, self._pending_paths(name))):
+            raise _sealed_damaged(name)
 
     def _pending_paths(self, name: str) -> list[str]:
         try:
@@ -149,11 +166,7 @@ class ObjectStore:
         """
         digest, _ = parse_object_name(name)
         if not await _in_thread_if_long(lambda: sha256_hex(data) == digest, len(data)):
-            raise IntegrityError(
-                f"The sealed copy of {name} on this machine is damaged.",
-                kept="It was not sent; the store was not changed.",
-                next_step="Run `hpkfs fsck` on the state directory.",
-            )
+            raise _sealed_damaged(name)
         # A directory compares the bytes itself: there a name may stand for half an object.
         if self._local is not None or not await self._transport.exists(name):
             await self._transport.put(name, data)
@@ -309,10 +322,8 @@ class _Cache:
     def drop(self, name: str) -> None:
         path = os.path.join(self._folder, name)
         with self._lock, contextlib.suppress(OSError):
-            used = self._used()
-            size = os.stat(path).st_size
             os.unlink(path)
-            self._used_bytes = max(used - size, 0)
+            self._used_bytes = None  # damage may have changed its size, so all are counted again
 
     def used_bytes(self) -> int:
         with self._lock:
@@ -344,7 +355,7 @@ class _Cache:
         """Last use, size and path of every file, or of every unfinished one."""
         found: list[tuple[int, int, str]] = []
         for folder in (self._folder, os.path.join(self._folder, "snapshots")):
-            with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+            with contextlib.suppress(OSError), os.scandir(folder) as entries:
                 for entry in entries:
                     with contextlib.suppress(FileNotFoundError):
                         is_temporary = entry.name.endswith(TEMPORARY_SUFFIX)
@@ -379,6 +390,14 @@ async def _in_thread_if_long(check: Callable[[], bool], size_bytes: int) -> bool
 def _again(error: HpkfsError) -> HpkfsError:
     """The same failure for another caller; one exception object has one traceback."""
     return type(error)(error.happened, kept=error.kept, next_step=error.next_step)
+
+
+def _sealed_damaged(name: str) -> IntegrityError:
+    return IntegrityError(
+        f"The sealed copy of {name} on this machine is damaged.",
+        kept="The store was not changed, and does not have it.",
+        next_step="Run `hpkfs fsck` on the state directory.",
+    )
 
 
 def _damaged(name: str) -> IntegrityError:

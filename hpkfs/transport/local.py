@@ -18,6 +18,7 @@ import fcntl
 import os
 import re
 import stat
+import time
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import trio
@@ -45,6 +46,8 @@ LOCK_TIMEOUT_S: Final = 10.0
 LOCK_POLL_S: Final = 0.02
 READ_TIMEOUT_S: Final = 60.0
 THREADS_MAX: Final = 32
+TEMPORARY_AGE_S_MAX: Final = 86_400.0
+_TEMPORARY = re.compile(r"(?:head|[0-9a-f]{32,64})\.[a-z]+\.[0-9a-f]{8}\.tmp")
 _CONFLICT_COPY = re.compile(r"head[ ._~(-].*\.json")
 _LACKS_LOCKS: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _T = TypeVar("_T")
@@ -64,6 +67,7 @@ class LocalTransport:
         self._disk: Disk = RealDisk() if disk is None else disk
         self._threads = trio.CapacityLimiter(THREADS_MAX)
         self._was_a_store = False
+        self._swept = False
         if create:
             self._create()
 
@@ -266,6 +270,20 @@ class LocalTransport:
                 folder = os.path.join(self.root, name)
                 self._disk.fsync_folder(folder, point="store.folder.fsync")
         self._disk.write_atomic(path, new, mode=0o644, point="store.head")
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Remove what killed writers left unfinished, once; the lock of the head is held."""
+        if self._swept:
+            return
+        self._swept = True
+        oldest = time.time() - TEMPORARY_AGE_S_MAX
+        for folder in (self.root, *(os.path.join(self.root, name) for name in FOLDERS)):
+            # What cannot be removed now is left for the next process.
+            with contextlib.suppress(OSError), os.scandir(folder) as entries:
+                for entry in entries:
+                    if _TEMPORARY.fullmatch(entry.name) and entry.stat().st_mtime < oldest:
+                        os.unlink(entry.path)
 
     async def aclose(self) -> None:
         """Nothing is held open."""

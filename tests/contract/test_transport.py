@@ -474,6 +474,21 @@ async def test_an_empty_mount_point_is_not_an_empty_store(directory: LocalStore)
     assert os.listdir(directory.root) == []
 
 
+async def test_what_killed_writers_left_is_removed_when_it_is_a_day_old(
+    directory: LocalStore,
+) -> None:
+    name = object_of(b"x")
+    old = [f"{name}.0123abcd.tmp", "head.json.0123abcd.tmp", f"{SNAPSHOT}.0123abcd.tmp"]
+    kept = [f"{name}.4567abcd.tmp", "notes.tmp", "objects/mine.0123abcd.tmp"]
+    for unfinished in (*old, *kept):
+        directory.plant(unfinished, b"half")
+    for unfinished in (*old, *kept[1:]):
+        os.utime(directory.root / unfinished, (1, 1))
+    await directory.transport.swap_head(None, b"one")
+    left = {str(p.relative_to(directory.root)) for p in directory.root.rglob("*") if p.is_file()}
+    assert left == {HEAD_NAME, local.LOCK_NAME, *kept}
+
+
 @pytest.mark.parametrize("length", [0, 3])
 async def test_half_an_object_on_the_store_is_put_again(directory: LocalStore, length: int) -> None:
     name = object_of(b"whole object")
