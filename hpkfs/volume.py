@@ -652,6 +652,8 @@ class Volume:
         owner = Caller(old.uid, old.gid) if old else Caller(root.uid, root.gid)
         mode = stat.S_IMODE(old.mode) if old else mode
         beside = b"." + name + b".hpkfs.tmp"
+        if self.journal.lookup(ROOT_INO, beside) is not None:
+            self.unlink(ROOT_INO, beside)  # a daemon was killed, or the disk was full, right here
         inode = self.make(ROOT_INO, beside, mode=stat.S_IFREG | mode, caller=owner)
         await self.write(inode.ino, 0, data)
         await self.fsync(inode.ino, data_only=False)
