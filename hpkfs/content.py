@@ -259,8 +259,7 @@ class Content:
             return
         inode.size = found.st_size
         inode.mtime_ns = found.st_mtime_ns
-        if inode.written_ns > inode.mtime_ns:
-            # The disk's clock ticks some ms apart; else what is made earlier could seem newer.
+        if inode.written_ns:
             inode.mtime_ns = inode.written_ns
             os.utime(self.path(inode.ino) if fd is None else fd, ns=(inode.mtime_ns,) * 2)
         inode.written_ns = 0

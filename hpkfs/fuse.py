@@ -44,6 +44,8 @@ CACHE_S = 86_400.0
 BLOCK_BYTES = 4_096
 STAT_BLOCK_BYTES = 512
 VIRTUAL_INO_MIN = 1 << 48
+# Not `system`: an access control list that is stored and not enforced would be a lie (acl(5)).
+XATTR_NAMESPACES = (b"user.", b"trusted.", b"security.")
 
 Handler = TypeVar("Handler", bound="Callable[..., Awaitable[Any]]")
 
@@ -53,6 +55,7 @@ def answered(handler: Handler) -> Handler:
 
     @functools.wraps(handler)
     async def run(self: Filesystem, *args: Any) -> Any:
+        self.begun += 1
         try:
             return await handler(self, *args)
         except FUSEError:
@@ -65,6 +68,8 @@ def answered(handler: Handler) -> Handler:
         except Exception:
             log.exception("%s%r failed", handler.__name__, args)
             raise FUSEError(errno.EIO) from None
+        finally:
+            self.begun -= 1
 
     return run  # type: ignore[return-value]  # the same signature
 
@@ -91,6 +96,12 @@ class Filesystem(pyfuse3.Operations):
         self._on_failure = on_failure
         self._listings: dict[int, list[tuple[bytes, int]]] = {}
         self._next_listing = 1
+        # Handlers that have begun and not ended.
+        self.begun = 0
+
+    def is_busy(self) -> bool:
+        """Whether some handler has begun and waits for something."""
+        return self.begun > 0
 
     def failed(self, handler: str, error: HpkfsError) -> None:
         """Log a failure once and remember it for status."""
@@ -261,7 +272,9 @@ class Filesystem(pyfuse3.Operations):
     @answered
     async def rmdir(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> None:
         """Remove an empty folder."""
-        self._writable(parent_inode).rmdir(parent_inode, name)
+        volume = self._writable(parent_inode)
+        self._keep_virtual(parent_inode, name)
+        volume.rmdir(parent_inode, name)
 
     @answered
     async def rename(
@@ -276,6 +289,7 @@ class Filesystem(pyfuse3.Operations):
         """Move a name."""
         self._writable(parent_inode_new)
         volume = self._writable(parent_inode_old)
+        self._keep_virtual(parent_inode_old, name_old)
         self._refuse_virtual(parent_inode_new, name_new)
         if flags & ~(pyfuse3.RENAME_NOREPLACE | pyfuse3.RENAME_EXCHANGE):
             raise FUSEError(errno.EINVAL)
@@ -291,6 +305,10 @@ class Filesystem(pyfuse3.Operations):
     def _refuse_virtual(self, parent: int, name: bytes) -> None:
         if self._virtual.owns(parent, name):
             raise FUSEError(errno.EEXIST)
+
+    def _keep_virtual(self, parent: int, name: bytes) -> None:
+        if self._virtual.owns(parent, name):
+            raise FUSEError(errno.EPERM)
 
     # -- files ----------------------------------------------------------------------------
 
@@ -448,6 +466,8 @@ class Filesystem(pyfuse3.Operations):
             raise FUSEError(errno.ENOSYS)
         if name.startswith(b"user.hpkfs."):
             raise FUSEError(errno.EPERM)
+        if not name.startswith(XATTR_NAMESPACES):
+            raise FUSEError(errno.EOPNOTSUPP)
         self._writable(inode).set_xattr(inode, name, value)
 
     @answered

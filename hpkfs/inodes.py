@@ -123,7 +123,7 @@ class Inode:
         self.generation = 0
         # Size and mtime must be read from the backing file again.
         self.stale = stat.S_ISREG(self.mode) and (bool(self.dirty) or self.record_text is None)
-        # When it was last written, until the backing file has that time: its own clock is coarser.
+        # When it was last written by the volume's clock, until the backing file has that time.
         self.written_ns = 0
         self.zone: object = None
         self.zone_epoch = -1

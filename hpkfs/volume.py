@@ -37,6 +37,11 @@ LINKS_MAX = 65_000
 TIME_NS_MIN, TIME_NS_MAX = -(1 << 63), (1 << 63) - 1
 PATH_DEPTH_MAX = 2_048
 
+# The kernel stamps "now" (touch, utimensat UTIME_NOW) from this clock of some ms a tick, and
+# pyfuse3 does not tell it from a time that was named; so every time here comes from it too,
+# or what is touched later could seem older (test_regression_what_changes_later_is_never_older).
+CLOCK_REALTIME_COARSE = 5  # clock_gettime(2); Python has no name for it
+
 # Sidecars that hold a part of a database's content until SQLite checkpoints it.
 DATABASE_SIDECARS = (b"-wal", b"-journal")
 
@@ -87,6 +92,7 @@ class Volume:
         self.change_count = 0
         self.operations = 0
         self._quiet = False
+        self._newest_ns = 0
         self._generations = itertools.count(1)
         self._lookups: dict[int, int] = {}
         self._opens: dict[int, int] = {}
@@ -259,7 +265,7 @@ class Volume:
             gid = folder.gid
             if is_folder:
                 mode |= stat.S_ISGID
-        now = time.time_ns()
+        now = self._now()
         size = len(target) if target is not None else 0
         inode = Inode(
             (
@@ -298,7 +304,7 @@ class Volume:
             raise _error(errno.EMLINK)
         if self.journal.lookup(parent, name) is not None:
             raise _error(errno.EEXIST)
-        now = time.time_ns()
+        now = self._now()
         with self.journal.transaction():
             self.journal.set_dentry(parent, name, ino)
             self.journal.update(ino, nlink=inode.nlink + 1, ctime_ns=now)
@@ -315,7 +321,7 @@ class Volume:
         if inode.is_folder:
             raise _error(errno.EISDIR)
         folder = self._folder(parent)
-        now = time.time_ns()
+        now = self._now()
         with self.journal.transaction():
             self._note(inode, "unlink")
             self.journal.delete_dentry(parent, name)
@@ -333,7 +339,7 @@ class Volume:
         if self.journal.has_children(inode.ino):
             raise _error(errno.ENOTEMPTY)
         folder = self._folder(parent)
-        now = time.time_ns()
+        now = self._now()
         with self.journal.transaction():
             self._note(inode, "rmdir")
             self.journal.delete_dentry(parent, name)
@@ -366,7 +372,7 @@ class Volume:
             return  # rename(2): two names of one file, nothing happens
         victim = self.find(new_parent, new_name) if known is not None else None
         self._check_replace(inode, victim, new_parent)
-        now = time.time_ns()
+        now = self._now()
         moved = inode.is_folder and parent != new_parent
         with self.journal.transaction():
             self._note(inode, "rename")
@@ -390,7 +396,7 @@ class Volume:
         inode = self.find(source.ino, name)
         self._check_loop(inode, target.ino)
         self._check_loop(other, source.ino)
-        now = time.time_ns()
+        now = self._now()
         with self.journal.transaction():
             for one, place, called in ((inode, target, new_name), (other, source, name)):
                 self._note(one, "rename")
@@ -444,7 +450,7 @@ class Volume:
             if inode.is_folder:
                 raise _error(errno.EISDIR)
             await self._truncate(inode, change.size)
-        now = time.time_ns()
+        now = self._now()
         columns: dict[str, object] = {"ctime_ns": now}
         if change.mode is not None:
             columns["mode"] = stat.S_IFMT(inode.mode) | (change.mode & 0o7777)
@@ -452,6 +458,7 @@ class Volume:
             value = getattr(change, name)
             if value is not None:
                 columns[name] = max(TIME_NS_MIN, min(value, TIME_NS_MAX))
+                self._see_time(value)
         with self.journal.transaction():
             self.journal.update(ino, **columns)
             if len(columns) > 1:
@@ -514,7 +521,7 @@ class Volume:
     def _write_now(self, inode: Inode, offset: int, data: bytes) -> int:
         absent = self._mark_dirty(inode, offset, offset + len(data))
         inode.stale = True
-        inode.written_ns = time.time_ns()
+        inode.written_ns = self._now()
         inode.generation = next(self._generations)
         written = self.content.write(inode, offset, data)
         if absent:
@@ -538,7 +545,7 @@ class Volume:
             if absent:
                 self._mark_chunks(inode, absent)
         inode.stale = True
-        inode.written_ns = time.time_ns()
+        inode.written_ns = self._now()
         inode.generation = next(self._generations)
         self._refresh(inode)
         self._changed(inode)
@@ -626,7 +633,7 @@ class Volume:
     def detach_name(self, parent: int, name: bytes) -> Inode:
         """Take a name out of the tree, inside the caller's transaction and without a log row."""
         inode = self.find(parent, name)
-        now = time.time_ns()
+        now = self._now()
         self.journal.delete_dentry(parent, name)
         self._touch_folder(self.get(parent), now, links=-1 if inode.is_folder else 0)
         self._lose_name(inode, parent, name, now)
@@ -734,6 +741,14 @@ class Volume:
         self._dead = {ino for ino in self._dead if (i := self.inodes.get(ino)) and not i.nlink}
 
     # -- small helpers --------------------------------------------------------------------
+
+    def _now(self) -> int:
+        return max(time.clock_gettime_ns(CLOCK_REALTIME_COARSE), self._newest_ns)
+
+    def _see_time(self, time_ns: int) -> None:
+        """A kernel from 6.13 on may stamp within a tick: what comes later is not to seem older."""
+        if self._newest_ns < time_ns <= time.time_ns():
+            self._newest_ns = time_ns
 
     def _folder(self, ino: int) -> Inode:
         folder = self.get(ino)
