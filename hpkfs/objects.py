@@ -96,7 +96,7 @@ class ObjectStore:
 
     async def _fetch(self, piece: Piece, *, keep: bool) -> bytes:
         if self._local is not None:
-            return await self._local.reading(self._read_all, piece, self._local)
+            return await self._local.ask(self._read_all, piece, self._local)
         data = await trio.to_thread.run_sync(self._read_here, piece)
         if data is None:
             try:

@@ -7,7 +7,7 @@ makes of a conflicting head are named by `conflict_copies`.
 Every file appears whole, by a rename, or not at all. A directory that vanished, or whose disk was
 taken away and left an empty mount point, is told apart from a name that is not there: it is
 waited for, never taken for an empty store. A disk that hangs holds threads of this transport only,
-and a reader is let go after `READ_TIMEOUT_S`.
+and a caller is let go after `DISK_TIMEOUT_S`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LOCK_NAME: Final = "head.lock"
 FOLDERS: Final = ("objects", "snapshots")
 LOCK_TIMEOUT_S: Final = 10.0
 LOCK_POLL_S: Final = 0.02
-READ_TIMEOUT_S: Final = 60.0
+DISK_TIMEOUT_S: Final = 60.0
 THREADS_MAX: Final = 32
 TEMPORARY_AGE_S_MAX: Final = 86_400.0
 _TEMPORARY = re.compile(r"(?:head|[0-9a-f]{32,64})\.[a-z]+\.[0-9a-f]{8}\.tmp")
@@ -90,7 +90,7 @@ class LocalTransport:
 
     async def get(self, name: str, *, limit: int) -> bytes:
         """See `Transport`."""
-        return await self.reading(self.read, name, limit)
+        return await self.ask(self.read, name, limit)
 
     def read(self, name: str, limit: int) -> bytes:
         """`get` for a caller that is in a thread already, so that a read is one thread hop."""
@@ -121,7 +121,7 @@ class LocalTransport:
 
     async def exists(self, name: str) -> bool:
         """See `Transport`."""
-        return await self.reading(self._exists, name)
+        return await self.ask(self._exists, name)
 
     def _exists(self, name: str) -> bool:
         try:
@@ -141,7 +141,7 @@ class LocalTransport:
 
     async def list_snapshots(self) -> list[str]:
         """See `Transport`."""
-        return await self.reading(self._list)
+        return await self.ask(self._list)
 
     def _list(self) -> list[str]:
         try:
@@ -165,7 +165,7 @@ class LocalTransport:
 
     async def put(self, name: str, data: bytes) -> None:
         """See `Transport`."""
-        await trio.to_thread.run_sync(self.write, name, data, limiter=self._threads)
+        await self.ask(self.write, name, data)
 
     def write(self, name: str, data: bytes) -> None:
         """`put` for a caller that is in a thread already."""
@@ -204,9 +204,7 @@ class LocalTransport:
     async def swap_head(self, expected: bytes | None, new: bytes) -> None:
         """See `Transport`. The wait for another writer can be given up; the swap itself ends."""
         deadline = trio.current_time() + LOCK_TIMEOUT_S
-        while not await trio.to_thread.run_sync(
-            self._try_swap, expected, new, limiter=self._threads
-        ):
+        while not await self._ask_shielded(expected, new):
             if trio.current_time() >= deadline:
                 raise TransientError(
                     f"Another writer has held the head of {self.root} for {LOCK_TIMEOUT_S:.0f} s.",
@@ -214,6 +212,12 @@ class LocalTransport:
                     next_step="It is tried again by itself.",
                 )
             await trio.sleep(LOCK_POLL_S)
+
+    async def _ask_shielded(self, expected: bytes | None, new: bytes) -> bool:
+        await trio.lowlevel.checkpoint_if_cancelled()
+        with trio.CancelScope(shield=True):
+            return await self.ask(self._try_swap, expected, new)
+        raise AssertionError("nobody cancels this scope")
 
     def _try_swap(self, expected: bytes | None, new: bytes) -> bool:
         """Swap under the lock; False when another writer holds it."""
@@ -290,18 +294,21 @@ class LocalTransport:
 
     # -- helpers --------------------------------------------------------------------------
 
-    async def reading(self, call: Callable[..., _T], *args: object) -> _T:
-        """Run a blocking read in a thread; a disk that hangs is given up on.
+    async def ask(self, call: Callable[..., _T], *args: object) -> _T:
+        """Run a blocking call in a thread; a disk that hangs is given up on.
+
+        The thread of a call that was given up ends when the disk lets it. That harms nobody: an
+        object appears whole or not at all, and the head moves only from where it was expected.
 
         Raises:
-            TransientError: it took longer than `READ_TIMEOUT_S`.
+            TransientError: it took longer than `DISK_TIMEOUT_S`.
         """
-        with trio.move_on_after(READ_TIMEOUT_S):
+        with trio.move_on_after(DISK_TIMEOUT_S):
             return await trio.to_thread.run_sync(
                 call, *args, abandon_on_cancel=True, limiter=self._threads
             )
         raise TransientError(
-            f"The disk of the store {self.root} did not answer for {READ_TIMEOUT_S:.0f} s.",
+            f"The disk of the store {self.root} did not answer for {DISK_TIMEOUT_S:.0f} s.",
             kept="Your work is safe on this machine.",
             next_step="Check that disk or its network; it is tried again by itself.",
         )

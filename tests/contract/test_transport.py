@@ -9,6 +9,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -638,17 +639,43 @@ def test_conflict_copies_of_a_store_that_vanished_are_not_none(directory: LocalS
         directory.local.conflict_copies()
 
 
+@pytest.mark.parametrize(
+    ("call", "request_name"),
+    [("read", "get"), ("_exists", "exists"), ("write", "put"), ("_try_swap", "swap")],
+)
 async def test_a_disk_that_hangs_is_given_up_after_the_timeout(
-    directory: LocalStore, autojump_clock: trio.abc.Clock, monkeypatch: pytest.MonkeyPatch
+    directory: LocalStore,
+    autojump_clock: trio.abc.Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
+    request_name: str,
 ) -> None:
-    del autojump_clock
-    release = trio.Event()
-    monkeypatch.setattr(directory.local, "read", lambda *_: trio.from_thread.run(release.wait))
-    # The clock jumps while the reader's thread waits for an event of the loop.
-    with pytest.raises(TransientError) as caught:
-        await directory.transport.get(HEAD_NAME, limit=LIMIT)
-    release.set()
+    release = threading.Event()
+    monkeypatch.setattr(directory.local, call, lambda *_: release.wait())
+    started = autojump_clock.current_time()
+    try:
+        with pytest.raises(TransientError) as caught:
+            await ask(request_name, directory.transport)
+    finally:
+        release.set()
+    assert autojump_clock.current_time() - started == pytest.approx(local.DISK_TIMEOUT_S)
     assert "did not answer for 60 s" in names_in(caught.value)
+
+
+async def test_a_swap_that_has_begun_ends_although_its_caller_was_cancelled(
+    directory: LocalStore,
+) -> None:
+    with trio.CancelScope() as scope:
+        directory.disk.before = {"store.head.write": scope_canceller(scope)}
+        await directory.transport.swap_head(None, b"one")
+        assert directory.bytes_of(HEAD_NAME) == b"one"
+        await trio.lowlevel.checkpoint()
+    assert scope.cancelled_caught
+    assert directory.bytes_of(HEAD_NAME) == b"one"
+
+
+def scope_canceller(scope: trio.CancelScope) -> Callable[[], None]:
+    return lambda: trio.from_thread.run_sync(scope.cancel)
 
 
 # -- real disks ---------------------------------------------------------------------------

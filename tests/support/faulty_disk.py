@@ -9,23 +9,26 @@ from typing import TYPE_CHECKING
 from hpkfs.durable import RealDisk
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 
 class FaultyDisk(RealDisk):
     """Raises the errno that `errors` names for a point, each time it is passed.
 
     `passed` has the points in the order in which they were passed. `errors` may be changed while
-    the disk is in use.
+    the disk is in use, and so may `before`: what is called first at a point.
     """
 
     def __init__(self, errors: Mapping[str, int] | None = None) -> None:
         self.errors = dict(errors or {})
+        self.before: dict[str, Callable[[], None]] = {}
         self.passed: list[str] = []
 
     def at(self, point: str) -> None:
         super().at(point)
         self.passed.append(point)
+        if (act := self.before.get(point)) is not None:
+            act()
         if (number := self.errors.get(point)) is not None:
             raise OSError(number, os.strerror(number))
 
