@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pyfuse3
 import trio
 
-from hpkfs import control, mountpoint, places
+from hpkfs import control, mountpoint, places, waiting
 from hpkfs.agent import Agent, AgentOptions
 from hpkfs.core.documents import Reference
 from hpkfs.core.ids import timestamp_ns
@@ -161,8 +161,10 @@ class Daemon:
             fuse_options.add("allow_other")
         if isinstance(self, ReadOnlyDaemon):
             fuse_options.add("ro")
+        filesystem = self.filesystem()
+        waiting.install(filesystem.is_busy)
         try:
-            pyfuse3.init(self.filesystem(), self.mountpoint, fuse_options)
+            pyfuse3.init(filesystem, self.mountpoint, fuse_options)
         except RuntimeError as error:
             raise UsageError(
                 f"The kernel refused to mount on {self.mountpoint}.",
