@@ -25,7 +25,7 @@ from hpkfs.core.documents import Head, Reference, Snapshot, parse_head, parse_sn
 from hpkfs.core.ids import sha256_hex
 from hpkfs.core.limits import MAX_HEAD, MAX_SNAPSHOT
 from hpkfs.durable import TEMPORARY_SUFFIX
-from hpkfs.errors import HpkfsError, IntegrityError, MissingObjectError
+from hpkfs.errors import FormatError, HpkfsError, IntegrityError, MissingObjectError
 from hpkfs.transport.base import HEAD_NAME
 from hpkfs.transport.local import LocalTransport
 
@@ -183,7 +183,9 @@ class ObjectStore:
             data = await self._transport.get(HEAD_NAME, limit=MAX_HEAD)
         except MissingObjectError:
             return None
-        return parse_head(data, owner_id=owner_id), data
+        head = parse_head(data)
+        _check_owner(head.owner_id, owner_id)
+        return head, data
 
     async def get_snapshot(
         self, wanted: Reference | SnapshotId, *, owner_id: str | None
@@ -219,7 +221,8 @@ class ObjectStore:
                 kept="Nothing was changed.",
                 next_step="Run `hpkfs fsck` on the store; restore an earlier checkpoint.",
             )
-        snapshot = parse_snapshot(data, owner_id=owner_id)
+        snapshot = parse_snapshot(data)
+        _check_owner(snapshot.owner_id, owner_id)
         if snapshot.snapshot_id != snapshot_id:
             raise IntegrityError(
                 f"The store holds the checkpoint {snapshot.snapshot_id} under the name of"
@@ -385,6 +388,16 @@ async def _in_thread_if_long(check: Callable[[], bool], size_bytes: int) -> bool
     if size_bytes > HASH_INLINE_BYTES_MAX:
         return await trio.to_thread.run_sync(check)
     return check()
+
+
+def _check_owner(found: str, expected: str | None) -> None:
+    if expected is not None and found != expected:
+        raise FormatError(
+            f"The store holds the agent {found!r} and not {expected!r}.",
+            kept="Nothing was changed, neither here nor there.",
+            next_step="Check the address; if another agent is meant to lie there now, mount it with"
+            " a --state-dir of its own.",
+        )
 
 
 def _again(error: HpkfsError) -> HpkfsError:

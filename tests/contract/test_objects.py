@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from hpkfs.transport.base import Transport
 
+GENUINE = Path(__file__).resolve().parents[1] / "data" / "hermes-0.19" / "store"
 BUDGET_BYTES = 1 << 20
 SNAPSHOT_ID = SnapshotId("0123456789abcdef0123456789abcdef")
 OTHER_ID = SnapshotId("fedcba9876543210fedcba9876543210")
@@ -226,6 +227,23 @@ async def test_a_damaged_sealed_object_that_is_the_only_copy_is_named_as_such(
     check_sentences(caught.value)
 
 
+async def test_every_byte_of_a_genuine_store_is_read_and_verified(tmp_path: Path) -> None:
+    bench = Bench(LocalTransport(str(GENUINE)), tmp_path)
+    found = await bench.objects.get_head(None)
+    assert found is not None
+    head = found[0]
+    reference: Reference | None = Reference(head.snapshot_id, head.sha256)
+    read: set[str] = set()
+    while reference is not None:
+        snapshot, _ = await bench.objects.get_snapshot(reference, owner_id=head.owner_id)
+        for record in snapshot.files.values():
+            data = b"".join([await bench.objects.get(piece) for piece in record.pieces])
+            assert sha256_hex(data) == record.sha256
+            read.update(piece.object for piece in record.pieces)
+        reference = snapshot.parent
+    assert {os.path.basename(name) for name in read} == set(os.listdir(GENUINE / "objects"))
+
+
 async def test_a_directory_costs_a_reader_one_thread_and_no_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -387,14 +405,15 @@ async def test_a_damaged_head_is_said_to_be_damaged_and_not_missing(
     with pytest.raises(IntegrityError) as caught:
         await bench.objects.get_head(None)
     assert not isinstance(caught.value, MissingObjectError)
-    assert caught.value.happened
+    check_sentences(caught.value)
 
 
 async def test_the_head_of_another_agent_is_refused(bench: Bench) -> None:
     bench.plant(HEAD_NAME, HEAD)
     with pytest.raises(FormatError) as caught:
         await bench.objects.get_head("somebody-else")
-    assert "demo" in str(caught.value)
+    assert "'demo' and not 'somebody-else'" in caught.value.happened
+    check_sentences(caught.value)
     assert await bench.objects.get_head(None) is not None
 
 
@@ -433,8 +452,10 @@ async def test_a_snapshot_over_its_limit_is_refused(bench: Bench) -> None:
 
 async def test_a_snapshot_of_another_agent_is_refused(bench: Bench) -> None:
     bench.plant(DOCUMENT_NAME, DOCUMENT)
-    with pytest.raises(FormatError):
+    with pytest.raises(FormatError) as caught:
         await bench.objects.get_snapshot(REFERENCE, owner_id="somebody-else")
+    assert "'demo' and not 'somebody-else'" in caught.value.happened
+    check_sentences(caught.value)
 
 
 async def test_a_snapshot_under_the_name_of_another_is_refused(bench: Bench) -> None:

@@ -9,8 +9,10 @@ import hashlib
 import os
 import shutil
 import subprocess
+import tempfile
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import pytest
@@ -36,11 +38,11 @@ from hpkfs.transport.memory import TIMEOUT_S, MemoryTransport
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
-    from pathlib import Path
 
 SNAPSHOT_ID = "0123456789abcdef0123456789abcdef"
 SNAPSHOT = f"snapshots/{SNAPSHOT_ID}.json"
 LIMIT = 1 << 20
+NOBODY = 65_534
 
 
 def object_of(data: bytes, extension: str = "bin") -> str:
@@ -676,6 +678,57 @@ async def test_a_swap_that_has_begun_ends_although_its_caller_was_cancelled(
 
 def scope_canceller(scope: trio.CancelScope) -> Callable[[], None]:
     return lambda: trio.from_thread.run_sync(scope.cancel)
+
+
+# -- other users --------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def as_nobody() -> Iterator[None]:
+    """Give up root's rights for a while; skip for an ordinary user, who cannot."""
+    if os.geteuid():
+        pytest.skip("only root can become another user")
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.fixture
+def public_folder() -> Iterator[Path]:
+    """A folder that other users can reach, unlike `tmp_path`."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+
+
+@pytest.mark.parametrize("request_name", REQUESTS)
+async def test_a_store_of_another_user_refuses_and_is_not_called_missing(
+    public_folder: Path, request_name: str
+) -> None:
+    store = LocalStore(public_folder)
+    await fill_store(store)
+    store.root.chmod(0o700)
+    with as_nobody(), pytest.raises(AuthorisationError) as caught:
+        await ask(request_name, store.another())
+    assert "Permission denied" in names_in(caught.value)
+    assert store.bytes_of(HEAD_NAME) == b"one"
+
+
+async def test_two_users_of_a_shared_disk_take_turns(public_folder: Path) -> None:
+    store = LocalStore(public_folder)
+    await fill_store(store)
+    for folder in (store.root, store.root / "objects", store.root / "snapshots"):
+        folder.chmod(0o777)
+    with as_nobody():
+        theirs = store.another()
+        await theirs.put(SNAPSHOT, b"document")
+        await theirs.put(object_of(b"new"), b"new")
+        await theirs.swap_head(b"one", b"two")
+    await store.transport.swap_head(b"two", b"three")
+    assert (store.root / HEAD_NAME).stat().st_uid == 0
+    assert (store.root / object_of(b"new")).stat().st_uid == NOBODY
 
 
 # -- real disks ---------------------------------------------------------------------------
