@@ -215,16 +215,23 @@ class Daemon:
     async def _stop(self) -> None:
         deadline = trio.current_time() + BUSY_PATIENCE_S
         while trio.current_time() < deadline:
-            with contextlib.suppress(BusyError):
+            try:
                 await trio.to_thread.run_sync(mountpoint.unmount, self.mountpoint)
-                return
-            await trio.sleep(BUSY_POLL_S)
-        log.warning("%s is still busy: saving first, then detaching it", self.mountpoint)
+            except BusyError:
+                await trio.sleep(BUSY_POLL_S)
+                continue
+            except UsageError as error:  # someone else detached it, or nobody here may
+                log.info("%s", error)
+                break
+            return
+        else:
+            log.warning("%s is still busy: saving first, then detaching it", self.mountpoint)
         try:
             await self.finish()
         except HpkfsError as error:
             log.error("%s", error)
-        await trio.to_thread.run_sync(mountpoint.detach, self.mountpoint)
+        with contextlib.suppress(UsageError):  # as above; the process ends in any case
+            await trio.to_thread.run_sync(mountpoint.detach, self.mountpoint)
         pyfuse3.terminate()
 
     # -- requests -------------------------------------------------------------------------
