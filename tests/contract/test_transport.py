@@ -606,6 +606,26 @@ async def test_a_lock_file_that_was_removed_under_its_holder_locks_nobody_out(
     assert directory.bytes_of(HEAD_NAME) == b"one"
 
 
+async def test_a_lock_file_that_is_replaced_while_it_is_taken_is_taken_anew(
+    directory: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = directory.root / local.LOCK_NAME
+    locked: list[int] = []
+    flock = fcntl.flock
+
+    def replaced_first(fd: int, operation: int) -> None:
+        if not locked:
+            path.unlink()
+            path.touch()
+        flock(fd, operation)
+        locked.append(os.fstat(fd).st_ino)
+
+    monkeypatch.setattr(fcntl, "flock", replaced_first)
+    await directory.transport.swap_head(None, b"one")
+    assert len(locked) == 2
+    assert locked[-1] == path.stat().st_ino
+
+
 @dataclass(frozen=True, slots=True)
 class Copy:
     program: str
