@@ -36,7 +36,7 @@ from hpkfs.history import History
 from hpkfs.inodes import DIRTY, HYDRATED, ROOT_INO, UNVERIFIED
 from hpkfs.journal import Journal
 from hpkfs.objects import ObjectStore
-from hpkfs.publisher import META_CONFLICT, Publisher
+from hpkfs.publisher import META_CONFLICT, Publisher, store_is_empty
 from hpkfs.refresher import META_START, Installer, load
 from hpkfs.sealer import META_KEPT_LOCAL, Sealer, SealResult
 from hpkfs.survey import shown
@@ -206,14 +206,14 @@ class Agent:
         """
         found = await self.objects.get_head(self.owner_id)
         base = self.installer.base()
-        self._online()
         if found is None:
-            if base is None:
-                raise UsageError(
-                    f"There is no agent in {self.options.uri}.",
-                    next_step=f"Make one with `hpkfs init {self.options.uri}`.",
-                )
-            return False
+            if base is not None:
+                raise store_is_empty()
+            raise UsageError(
+                f"There is no agent in {self.options.uri}.",
+                next_step=f"Make one with `hpkfs init {self.options.uri}`.",
+            )
+        self._online()
         head = found[0]
         self.set_owner(head.owner_id)
         if base is not None and head.snapshot_id == base[0].snapshot_id:
@@ -417,7 +417,8 @@ class Agent:
 
     async def _probe(self) -> None:
         """Ask the store whether it is there again."""
-        await self.objects.get_head(self.owner_id)
+        if await self.objects.get_head(self.owner_id) is None:
+            raise store_is_empty()
         self._online()
 
     def _until_seal(self) -> float:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from hpkfs.core.documents import Head, Reference, encode_head
-from hpkfs.errors import ConflictError, IntegrityError
+from hpkfs.errors import ConflictError, IntegrityError, TransientError
 
 if TYPE_CHECKING:
     from hpkfs.journal import Checkpoint, Journal
@@ -96,7 +96,9 @@ class Publisher:
         found = await self._objects.get_head(self._owner_id)
         head_bytes = None if found is None else found[1]
         if found is not None and self._is(found[0], row):
-            await self._acknowledge(row, folder)  # an earlier attempt got this far
+            # An earlier attempt got this far; the same head again makes it durable for sure.
+            await self._objects.swap_head(head_bytes, found[1])
+            await self._acknowledge(row, folder)
             return
         self._check_parent(row, None if found is None else found[0])
         await self._send_objects(os.path.join(folder, "objects"))
@@ -141,24 +143,24 @@ class Publisher:
     def _check_parent(self, row: Checkpoint, head: Head | None) -> None:
         expected = (row.parent_id, row.parent_sha256)
         actual = (None, None) if head is None else (head.snapshot_id, head.sha256)
-        if expected != actual:
-            raise self.conflict(actual[0], row)
+        if head is None and row.parent_id is not None:
+            raise store_is_empty()
+        if head is not None and expected != actual:
+            raise self.conflict(head.snapshot_id, row)
 
-    def conflict(self, theirs: str | None, row: Checkpoint) -> ConflictError:
+    def conflict(self, theirs: str, row: Checkpoint) -> ConflictError:
         """The sentences of a head that moved elsewhere; the state stays until it is resolved."""
-        self._journal.set_meta(META_CONFLICT, theirs or "none")
-        there = (
-            f"The store's checkpoint is now {theirs}, made elsewhere."
-            if theirs
-            else "The store has no head any more."
-        )
+        self._journal.set_meta(META_CONFLICT, theirs)
         return ConflictError(
-            there,
+            f"The store's checkpoint is now {theirs}, made elsewhere.",
             kept=(
                 f"Nothing was overwritten: theirs is on the store, yours is in {self._pending}"
                 f" (newest {row.snapshot_id}) and in the mount."
             ),
-            next_step="Work on; keep both until you choose, for instance by copying what you need.",
+            next_step=(
+                "Work on. A read-only mount of the store shows theirs; what you need of it can be"
+                " copied."
+            ),
         )
 
     async def _acknowledge(self, row: Checkpoint, folder: str) -> None:
@@ -168,6 +170,15 @@ class Publisher:
             self._journal.set_meta("last_published", row.created_at)
         await trio.to_thread.run_sync(self._journal.sync)
         await trio.to_thread.run_sync(_remove, folder)
+
+
+def store_is_empty() -> TransientError:
+    """A store that has lost its head is most often a disk that is not mounted."""
+    return TransientError(
+        "The store has no head, although this machine knows checkpoints of it.",
+        kept="Your work is safe on this machine.",
+        next_step="Bring the store back (is its disk mounted?); it is tried again by itself.",
+    )
 
 
 def _read(path: str) -> bytes:
