@@ -392,7 +392,7 @@ def test_the_name_of_a_secret_is_in_no_finding(store: ExpectedStore, tmp_path: P
     state = tmp_path / "state"
 
     async def work(opened: Desk) -> None:
-        await opened.write("credentials.env", b"KEY=1")
+        await opened.write("workspace/credentials.env", b"KEY=1")
 
     at(store, state, work)
     backing(state, "credentials.env").unlink()
