@@ -323,7 +323,7 @@ class Volume:
         folder = self._folder(parent)
         now = self._now()
         with self.journal.transaction():
-            self._note(inode, "unlink")
+            self._note_name(folder, name, inode, "unlink")
             self.journal.delete_dentry(parent, name)
             self._touch_folder(folder, now)
             self._lose_name(inode, parent, name, now)
@@ -375,7 +375,7 @@ class Volume:
         now = self._now()
         moved = inode.is_folder and parent != new_parent
         with self.journal.transaction():
-            self._note(inode, "rename")
+            self._note_name(source, name, inode, "rename")
             if victim is not None:
                 self._lose_name(victim, new_parent, new_name, now)
             self.journal.delete_dentry(parent, name)
@@ -387,7 +387,7 @@ class Volume:
             self._touch_folder(target, now, links=links)
             inode.parent, inode.name, inode.ctime_ns = new_parent, new_name, now
             self._moved(inode)
-            self._note(inode, "renamed")
+            self._note_name(target, new_name, inode, "renamed")
 
     def _exchange(self, inode: Inode, source: Inode, target: Inode, new_name: bytes) -> None:
         name = inode.name
@@ -398,8 +398,9 @@ class Volume:
         self._check_loop(other, source.ino)
         now = self._now()
         with self.journal.transaction():
+            self._note_name(source, name, inode, "rename")
+            self._note_name(target, new_name, other, "rename")
             for one, place, called in ((inode, target, new_name), (other, source, name)):
-                self._note(one, "rename")
                 self.journal.set_dentry(place.ino, called, one.ino)
                 self.journal.update(one.ino, parent=place.ino, name=called, ctime_ns=now)
             step = int(inode.is_folder) - int(other.is_folder)
@@ -410,7 +411,7 @@ class Volume:
             for one, place, called in ((inode, target, new_name), (other, source, name)):
                 one.parent, one.name, one.ctime_ns = place.ino, called, now
                 self._moved(one)
-                self._note(one, "renamed")
+                self._note_name(place, called, one, "renamed")
 
     def _check_replace(self, inode: Inode, victim: Inode | None, new_parent: int) -> None:
         if inode.is_folder:
@@ -526,7 +527,7 @@ class Volume:
         written = self.content.write(inode, offset, data)
         if absent:
             self._mark_chunks(inode, absent)
-        if inode.zone is not False or inode.zone_epoch != self.zone_epoch:
+        if inode.zone is not False or inode.zone_epoch != self.zone_epoch or inode.nlink > 1:
             self._changed(inode)
         return written
 
@@ -705,8 +706,10 @@ class Volume:
         return self.policy.decide(path, is_folder=False).rule is Rule.TRAVELLING
 
     def _changed(self, inode: Inode) -> None:
-        if self._quiet or not self.matters(inode):
-            return
+        if not self._quiet and self._may_travel(inode):
+            self._changed_now()
+
+    def _changed_now(self) -> None:
         self.changed_last = time.monotonic()
         self.change_count += 1
         if self.changed_since is None:
@@ -715,18 +718,31 @@ class Volume:
     def _note(self, inode: Inode, op: str, *, quiet: bool = False) -> None:
         """Log an operation on what travels, inside the caller's transaction."""
         self.operations += 1
-        if quiet or self._quiet or not self.matters(inode):
+        if quiet or self._quiet or not self._may_travel(inode):
             return
-        self._changed(inode)
-        self.journal.log(time.time_ns(), op, _loggable(self.path_of(inode)))
+        self._changed_now()
+        path = self.path_of(inode) if self.matters(inode) else ""
+        self.journal.log(time.time_ns(), op, _loggable(path))
 
     def _note_name(self, folder: Inode, name: bytes, inode: Inode, op: str) -> None:
-        """Like `_note`, for a further name of a file."""
+        """Like `_note`, for what happens to one name: a file may have others in the other zone."""
+        self.operations += 1
+        if self._quiet or not self.matters(folder):
+            return
         path = os.path.join(self.path_of(folder), os.fsdecode(name))
-        if self.matters(folder) and self._decide(path, is_folder=inode.is_folder):
-            inode.zone, inode.zone_epoch = True, self.zone_epoch
-            self._changed(inode)
+        if self._decide(path, is_folder=inode.is_folder):
+            self._changed_now()
             self.journal.log(time.time_ns(), op, _loggable(path))
+
+    def _may_travel(self, inode: Inode) -> bool:
+        """Whether a change may matter. Of several names any may travel; none, and it is gone.
+
+        Which names there are only a scan of the journal would tell: too slow for each write, and
+        a seal that finds nothing costs little (test_regression_a_write_through_a_local_hard_link).
+        """
+        if inode.is_folder:
+            return self.matters(inode)
+        return inode.nlink > 1 or (inode.nlink == 1 and self.matters(inode))
 
     def _moved(self, inode: Inode) -> None:
         """A path changed: what it means for travelling must be asked again."""
@@ -773,6 +789,7 @@ class Volume:
             inode.name = None
         self.journal.update(inode.ino, **columns)
         inode.nlink, inode.ctime_ns = nlink, now
+        inode.zone_epoch = -1
         if nlink == 0:
             self._dead.add(inode.ino)
 

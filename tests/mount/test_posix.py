@@ -204,7 +204,8 @@ def test_write_and_read_at_any_offset(folder: Path) -> None:
         assert os.pwrite(file.fileno(), b"far", 100_000) == 3
         assert os.pread(file.fileno(), 20, 99_990) == bytes(10) + b"far"
         assert os.writev(file.fileno(), [b"ab", b"cd"]) == 4
-    refuses(errno.EBADF, lambda: os.write(os.open(folder / "f", os.O_RDONLY), b"x"))
+    with open(folder / "f", "rb") as reader:
+        refuses(errno.EBADF, lambda: os.write(reader.fileno(), b"x"))
 
 
 def test_what_one_process_writes_another_reads_at_once(folder: Path) -> None:
@@ -393,6 +394,39 @@ def test_hard_links_name_one_file(pair: tuple[Path, Path]) -> None:
         assert (there / "b").read_text() == "one more"
         (there / "b").unlink()
     refuses(errno.EPERM, lambda: os.link(local, local / "self"))
+
+
+def test_regression_a_write_through_a_local_hard_link_travels(
+    mount: Mount, pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    local, travelling = pair
+    name = travelling.relative_to(mount.path)
+    for called in ("kept", "gone"):
+        (travelling / called).write_text("one")
+        os.link(travelling / called, local / called)
+    mount.run("sync", str(mount.path))
+    mount.umount()
+    mount.mount("-o", "allow_other" if os.geteuid() == 0 else "rw")  # nothing is in memory
+    with open(local / "kept", "a", encoding="utf-8") as file:
+        file.write(" two")
+    assert (local / "gone").stat().st_nlink == 2
+    (travelling / "gone").unlink()
+    assert mount.status()["dirty"] == [str(name / "gone"), str(name / "kept")]
+    mount.run("sync", str(mount.path))
+    with mounted(mount.store, tmp_path) as second:
+        assert os.listdir(second.path / name) == ["kept"]
+        assert (second.path / name / "kept").read_text() == "one two"
+
+
+def test_regression_an_unlinked_file_is_no_change_of_what_travels(
+    mount: Mount, pair: tuple[Path, Path]
+) -> None:
+    with open(pair[1] / "f", "wb", buffering=0) as file:
+        (pair[1] / "f").unlink()
+        mount.run("sync", str(mount.path))
+        file.write(b"more")
+        os.fchmod(file.fileno(), 0o600)
+        assert mount.status()["state"] == "clean"
 
 
 def test_symlinks_keep_targets_of_any_length_and_bytes(folder: Path) -> None:
