@@ -36,7 +36,7 @@ from hpkfs.history import History
 from hpkfs.inodes import DIRTY, HYDRATED, ROOT_INO, UNVERIFIED
 from hpkfs.journal import Journal
 from hpkfs.objects import ObjectStore
-from hpkfs.publisher import META_CONFLICT, Publisher, store_is_empty
+from hpkfs.publisher import META_CONFLICT, META_HEAD, Publisher, store_is_empty
 from hpkfs.refresher import META_START, Installer, load
 from hpkfs.sealer import META_KEPT_LOCAL, Sealer, SealResult
 from hpkfs.survey import shown
@@ -67,6 +67,8 @@ CRITICAL_FILES = (
 LOG_TRIM_S = 3_600.0
 HYDRATE_FILES_AT_ONCE = 8
 RANK_DOCUMENTS = 2
+META_MOUNTPOINTS = "mountpoints"
+MOUNTPOINTS_MAX = 8
 META_TOLD = "told_names"
 START_RECORDED_S = 60.0
 CACHE_BYTES_DEFAULT = 4 << 30
@@ -135,7 +137,7 @@ class Agent:
             self.objects,
             pending_folder=self.pending_folder,
             device_id=options.device_id,
-            mountpoint=options.mountpoint,
+            mountpoints=self._mountpoints(),
             disk=disk,
         )
         self.history = History(self.objects, self.journal)
@@ -167,6 +169,15 @@ class Agent:
         self.publisher = Publisher(
             self.journal, self.objects, pending_folder=self.pending_folder, owner_id=agent_id
         )
+
+    def _mountpoints(self) -> tuple[str, ...]:
+        """Where the tree is mounted, and where it was: conversations name those paths, too."""
+        known = self.journal.get_json(META_MOUNTPOINTS, [])
+        current = self.options.mountpoint
+        if current is not None and (not known or known[0] != current):
+            known = [current, *(path for path in known if path != current)][:MOUNTPOINTS_MAX]
+            self.journal.set_json(META_MOUNTPOINTS, known)
+        return tuple(known)
 
     async def prepare(self) -> None:
         """Make the tree ready to be shown: the base installed, what Hermes reads first local.
@@ -215,6 +226,7 @@ class Agent:
             )
         self._online()
         head = found[0]
+        self.journal.set_meta(META_HEAD, head.snapshot_id)
         self.set_owner(head.owner_id)
         if base is not None and head.snapshot_id == base[0].snapshot_id:
             return False
@@ -527,9 +539,8 @@ class Agent:
         totals = self._totals()
         assert self.publisher is not None or base is None, "set by prepare"
         waiting = self.publisher.waiting() if self.publisher else None
-        head = next(
-            (row for row in reversed(self.journal.checkpoints()) if row.state == "published"), None
-        )
+        head_id = self.journal.get_meta(META_HEAD)
+        head = next((r for r in self.journal.checkpoints() if r.snapshot_id == head_id), None)
         shown = None if base is None else _point(base[0].snapshot_id, base[0].created_at)
         return {
             "uri": self.options.uri,

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     import argparse
 
 EXIT_USAGE: Final = 1
-EXIT_FINDINGS: Final = 6
 ANSWER_TIMEOUT_S: Final = 30.0
 WATCH_S: Final = 2.0
 FOLLOW_S: Final = 1.0
@@ -206,14 +205,10 @@ def fsck(args: argparse.Namespace) -> int:
     """Check a store or a state directory."""
     from hpkfs import fsck as checker
 
-    record = find_mount(args.target)
-    target = args.target
-    if record is not None and mountpoint.mount_around(mountpoint.resolve(target)) is not None:
-        target = record.state_dir
-    found = checker.check(target, read_data=args.read_data, repair=args.repair)
+    found = checker.check(args.target, read_data=args.read_data, repair=args.repair)
     lines = [show.fsck_finding(finding) for finding in found] or ["Nothing is wrong."]
     print_result({"findings": found}, lines, as_json=args.json)
-    return EXIT_FINDINGS if found else 0
+    return checker.exit_code(found)
 
 
 def doctor(args: argparse.Namespace) -> int:

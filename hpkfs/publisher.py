@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 UPLOADS_MAX = 8
 META_CONFLICT = "conflict"
+META_HEAD = "head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +168,7 @@ class Publisher:
         with self._journal.transaction():
             self._journal.set_checkpoint_state(row.snapshot_id, "published")
             self._journal.set_meta(META_CONFLICT, None)
+            self._journal.set_meta(META_HEAD, row.snapshot_id)
             self._journal.set_meta("last_published", row.created_at)
         await trio.to_thread.run_sync(self._journal.sync)
         await trio.to_thread.run_sync(_remove, folder)

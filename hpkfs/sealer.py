@@ -109,7 +109,7 @@ class Sealer:
         *,
         pending_folder: str,
         device_id: str,
-        mountpoint: str | None,
+        mountpoints: tuple[str, ...],
         disk: Disk,
     ) -> None:
         self._volume = volume
@@ -118,7 +118,7 @@ class Sealer:
         self.objects = objects
         self._pending = pending_folder
         self._device_id = device_id
-        self._mountpoint = mountpoint
+        self._mountpoints = mountpoints
         self._disk = disk
         self._lock = trio.Lock()
         self.corrupt: str | None = self._journal.get_meta(META_CORRUPT)
@@ -128,7 +128,7 @@ class Sealer:
         """What the tree holds for the next snapshot."""
         base = self._installer.base()
         stored = base[0].files if base else {}
-        return survey(self._volume, stored=stored, mountpoint=self._mountpoint)
+        return survey(self._volume, stored=stored, mountpoints=self._mountpoints)
 
     # -- the seal -------------------------------------------------------------------------
 
@@ -337,9 +337,9 @@ class Sealer:
         return self._pending
 
     @property
-    def mountpoint(self) -> str | None:
-        """Where the tree is mounted; paths below it get markers in the database."""
-        return self._mountpoint
+    def mountpoints(self) -> tuple[str, ...]:
+        """Where the tree is and was mounted; paths below these get markers in the database."""
+        return self._mountpoints
 
     @property
     def volume(self) -> Volume:
@@ -625,10 +625,7 @@ class _Work:
         return self.split(DATABASE, sealed.path, executable=False)
 
     def _workspaces(self) -> tuple[str, ...]:
-        mountpoint = self._sealer.mountpoint
-        if mountpoint is None:
-            return ()
-        return (os.path.join(mountpoint, "workspace"),)
+        return tuple(os.path.join(path, "workspace") for path in self._sealer.mountpoints)
 
     def _database_failed(self, error: HpkfsError) -> None:
         self.corrupt = error.happened
@@ -756,8 +753,11 @@ class _Work:
         inode = entry.inode
         mode = stat.S_IMODE(entry.mode) & 0o777
         old = self.attributes.files.get(logical)
+        stored = self.base.files.get(logical) if self.base else None
         unchanged = (
-            logical not in self._new
+            stored is not None
+            and stored.sha256 == record.sha256  # else it was moved here, or linked
+            and logical not in self._new
             and inode.base_mtime_ns == entry.mtime_ns
             and inode.base_mode == mode
             and not entry.xattrs

@@ -225,6 +225,8 @@ def fsck_finding(finding: Mapping[str, Any]) -> str:
     mend = "mended" if finding.get("repaired") else "cannot be mended"
     if not finding.get("repaired") and finding.get("repairable"):
         mend = "--repair can mend it"
+    if finding.get("notice"):
+        mend = "no damage"
     return f"{clean(finding.get('what'))}: {clean(finding.get('where'))} ({mend})"
 
 

@@ -56,25 +56,25 @@ class Survey:
     kept: list[Kept] = field(default_factory=list)
 
 
-def survey(volume: Volume, *, stored: Collection[str], mountpoint: str | None) -> Survey:
+def survey(volume: Volume, *, stored: Collection[str], mountpoints: tuple[str, ...]) -> Survey:
     """Walk what can travel.
 
     Args:
         volume: the tree.
         stored: logical paths of the base; of two colliding names the stored one travels.
-        mountpoint: where the tree is mounted, for links with an absolute target.
+        mountpoints: where the tree is and was mounted, for links with an absolute target.
     """
-    walk = _Walk(volume, mountpoint)
+    walk = _Walk(volume, mountpoints)
     walk.folder(ROOT_INO, "", travelling=False)
     walk.check_names(stored)
     return walk.found
 
 
 class _Walk:
-    def __init__(self, volume: Volume, mountpoint: str | None) -> None:
+    def __init__(self, volume: Volume, mountpoints: tuple[str, ...]) -> None:
         self._volume = volume
         self._policy = volume.policy
-        self._mountpoint = mountpoint
+        self._mountpoints = mountpoints
         self._xattrs = volume.journal.all_xattrs()
         self.found = Survey()
 
@@ -145,7 +145,7 @@ class _Walk:
     def _link(self, entry: Found) -> None:
         """A link travels when what it names does, whether that exists or not."""
         target = os.fsdecode(entry.inode.target or b"")
-        inside = _link_inside(entry.path, target, self._mountpoint)
+        inside = _link_inside(entry.path, target, self._mountpoints)
         if inside is None or self._policy.decide(inside, is_folder=False).rule is not (
             Rule.TRAVELLING
         ):
@@ -185,12 +185,13 @@ def _kind(mode: int) -> str:
     return "a device node"
 
 
-def _link_inside(path: str, target: str, mountpoint: str | None) -> str | None:
+def _link_inside(path: str, target: str, mountpoints: tuple[str, ...]) -> str | None:
     """The mount-relative path that a link leads to, or None where that is outside."""
     if target.startswith("/"):
-        if mountpoint is None or not target.startswith(mountpoint + "/"):
+        above = next((path for path in mountpoints if target.startswith(path + "/")), None)
+        if above is None:
             return None
-        joined = target[len(mountpoint) + 1 :]
+        joined = target[len(above) + 1 :]
     else:
         joined = os.path.join(os.path.dirname(path), target)
     normal = os.path.normpath(joined)
