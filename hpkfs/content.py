@@ -180,9 +180,10 @@ class Content:
         """Where the bytes of an inode are."""
         return f"{self._folder}/{ino}"
 
-    def create(self, ino: int) -> None:
-        """Make an empty backing file for a new inode."""
+    def create(self, ino: int, mtime_ns: int) -> None:
+        """Make an empty backing file for a new inode, with the time that its creator is told."""
         fd = os.open(self.path(ino), os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        os.utime(fd, ns=(mtime_ns, mtime_ns))
         self._new_names = True
         self._remember(ino, fd)
 

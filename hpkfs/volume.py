@@ -275,7 +275,7 @@ class Volume:
         )  # fmt: skip
         inode.stale = False
         if inode.is_file:
-            self.content.create(inode.ino)
+            self.content.create(inode.ino, now)
         with self.journal.transaction():
             self.journal.insert(inode)
             self.journal.set_dentry(parent, name, inode.ino)
