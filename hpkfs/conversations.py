@@ -87,7 +87,6 @@ USAGE_SUMS = (
 )
 
 DIGEST_BATCH_BYTES = 1 << 20
-MMAP_BYTES = 1 << 28
 BUSY_TIMEOUT_S = 5.0
 BACKUP_COPY_TRIES = 5
 # https://www.sqlite.org/fileformat.html, "The Rollback Journal"
@@ -236,9 +235,8 @@ def _open_image(path: str) -> sqlite3.Connection:
 
 def _open_sealed(path: str) -> sqlite3.Connection:
     """Open a file that nobody writes, without locks and without making sidecars."""
-    return _prepared(
-        _connect(path, "mode=ro&immutable=1"), f"mmap_size={MMAP_BYTES}", "trusted_schema=OFF"
-    )
+    # Not mapped: a fifth faster, and the whole file would count as the daemon's memory.
+    return _prepared(_connect(path, "mode=ro&immutable=1"), "trusted_schema=OFF")
 
 
 def _prepared(db: sqlite3.Connection, *pragmas: str) -> sqlite3.Connection:

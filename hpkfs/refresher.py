@@ -157,12 +157,15 @@ class Installer:
         self._journal: Journal = volume.journal
         self._uid = uid
         self._gid = gid
+        self._base: tuple[Snapshot, bytes] | None = None
 
     def base(self) -> tuple[Snapshot, bytes] | None:
         """The checkpoint that the tree was last sealed as or installed from."""
         snapshot_id = self._journal.get_meta(META_BASE)
         if snapshot_id is None:
             return None
+        if self._base is not None and self._base[0].snapshot_id == snapshot_id:
+            return self._base
         document = self._journal.document(snapshot_id)
         if document is None:
             raise IntegrityError(
@@ -170,7 +173,8 @@ class Installer:
                 kept="The store and the files of this machine were not touched.",
                 next_step="Run `hpkfs fsck` on the state directory.",
             )
-        return parse_snapshot(document), document
+        self._base = parse_snapshot(document), document
+        return self._base
 
     def base_attributes(self) -> sidecar.Attributes:
         """The sidecar of the base."""
