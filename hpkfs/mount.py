@@ -14,7 +14,6 @@ import math
 import os
 import signal
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pyfuse3
@@ -58,7 +57,8 @@ def run_mount(options: MountOptions, *, ready: Callable[[dict[str, object]], Non
     """Mount and serve until unmounted.
 
     Args:
-        options: what to mount, where and how.
+        options: what to mount, where and how; the mountpoint was made ready by
+            `mountpoint.prepare`.
         ready: called once, when the mount answers.
 
     Returns:
@@ -74,22 +74,12 @@ def run_mount(options: MountOptions, *, ready: Callable[[dict[str, object]], Non
 async def _serve(options: MountOptions, ready: Callable[[dict[str, object]], None]) -> int:
     store, at = places.resolve_uri(options.uri, at=options.at)
     state_dir = places.state_dir(store, options.state_dir)
-    prepared = mountpoint.prepare(
-        options.mountpoint,
-        uri=str(store),
-        recovery_dir=os.path.join(state_dir, places.OUR_FOLDER, "recovery"),
-    )
-    options = replace(options, mountpoint=prepared.path)
-    try:
-        daemon: Daemon
-        if options.read_only or at is not None:
-            daemon = await ReadOnlyDaemon.open(options, store, at, state_dir=state_dir)
-        else:
-            daemon = await ReadWriteDaemon.open(options, store, state_dir=state_dir)
-        return await daemon.serve(ready, moved_to=prepared.moved_to)
-    except BaseException:
-        mountpoint.undo(prepared)
-        raise
+    daemon: Daemon
+    if options.read_only or at is not None:
+        daemon = await ReadOnlyDaemon.open(options, store, at, state_dir=state_dir)
+    else:
+        daemon = await ReadWriteDaemon.open(options, store, state_dir=state_dir)
+    return await daemon.serve(ready)
 
 
 class Daemon:
@@ -100,7 +90,6 @@ class Daemon:
         self.uri = uri
         self.state_dir = state_dir
         self.mountpoint = options.mountpoint
-        self._unmounted = trio.Event()
         self._finished = trio.Event()
         self._outcome: dict[str, object] = {"state": "clean", "exit_code": 0, "detail": ""}
         self._publish = True
@@ -108,6 +97,7 @@ class Daemon:
         self._stopping = False
         self._hurried = False
         self._sending: trio.CancelScope | None = None
+        self._fuse_scope = trio.CancelScope()
 
     # -- what the two kinds differ in -----------------------------------------------------
 
@@ -133,9 +123,7 @@ class Daemon:
 
     # -- the life of a mount --------------------------------------------------------------
 
-    async def serve(
-        self, ready: Callable[[dict[str, object]], None], *, moved_to: str | None
-    ) -> int:
+    async def serve(self, ready: Callable[[dict[str, object]], None]) -> int:
         """Mount, serve, take down."""
         try:
             self._mount()
@@ -178,13 +166,12 @@ class Daemon:
                 next_step="`hpkfs doctor` says what is missing.",
             ) from error
 
-    async def _run_fuse(self, scope: trio.CancelScope) -> None:
+    async def _run_fuse(self) -> None:
         """Serve the kernel until the file system is unmounted, by whatever means."""
         try:
             await pyfuse3.main(max_tasks=FUSE_TASKS_MAX)
         finally:
-            self._unmounted.set()
-            scope.cancel()
+            self._fuse_scope.cancel()
 
     async def _end(self) -> None:
         """The kernel is gone, or was let go: seal, publish, answer who waits."""
@@ -238,7 +225,7 @@ class Daemon:
             log.error("%s", error)
         with contextlib.suppress(UsageError):  # as above; the process ends in any case
             await trio.to_thread.run_sync(mountpoint.detach, self.mountpoint)
-        pyfuse3.terminate()
+        self._fuse_scope.cancel()
 
     # -- requests -------------------------------------------------------------------------
 
@@ -258,7 +245,7 @@ class Daemon:
                 return self._outcome
             await self.finish()
             await trio.to_thread.run_sync(mountpoint.detach, self.mountpoint)
-            pyfuse3.terminate()
+            self._fuse_scope.cancel()
         else:
             await trio.to_thread.run_sync(mountpoint.unmount, self.mountpoint)
         await self._finished.wait()
@@ -332,7 +319,6 @@ class ReadWriteDaemon(Daemon):
                 ),
                 transport,
             )
-            places.note_store(state_dir, uri)
             await agent.prepare()
         except BaseException:
             lock.release()
