@@ -228,6 +228,7 @@ class Installer:
             checkpoint_row(snapshot, reference.sha256, parent, state), loaded.document
         )
         self._journal.set_base(snapshot.snapshot_id)
+        self._base = snapshot, loaded.document
         if loaded.start is not None:
             self._journal.set_json(META_START, loaded.start)
 
