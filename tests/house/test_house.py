@@ -25,9 +25,9 @@ LAYERS = (
     {"commands", "mounting", "importer", "fsck", "offline"},
     {"arguments", "background", "show", "terminal"},
     {"mount"},
-    {"fuse", "control", "virtual"},
+    {"fuse", "waiting", "control", "virtual"},
     {"agent", "restore"},
-    {"sealer", "survey", "publisher", "refresher", "history"},
+    {"sealer", "assembly", "capture", "survey", "publisher", "refresher", "history"},
     {"volume", "recovery"},
     {"content", "journal", "inodes", "objects", "conversations"},
     {"client", "doctor", "mountpoint", "options", "places"},
@@ -124,7 +124,7 @@ def test_core_is_pure(path: Path) -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_only_the_adapter_knows_pyfuse3(path: Path) -> None:
-    if name_of(path) in {"hpkfs.fuse", "hpkfs.mount"}:
+    if name_of(path) in {"hpkfs.fuse", "hpkfs.mount", "hpkfs.waiting"}:
         return
     roots = {name.split(".")[0] for name in imports(tree_of(path))}
     assert "pyfuse3" not in roots
