@@ -13,14 +13,24 @@ import shutil
 import socket
 import stat
 import struct
-import subprocess
-import sys
 import time
 from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 from support.mounts import Mount, mounted
+from support.posix import (
+    NAME_BYTES_MAX,
+    PROCESS_TIMEOUT_S,
+    RENAME_EXCHANGE,
+    RENAME_NOREPLACE,
+    RENAME_WHITEOUT,
+    finish,
+    pass_a_tick,
+    refuses,
+    renameat2,
+    start,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,15 +38,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.fuse
 
-PROCESS_TIMEOUT_S = 60
 APPENDS = 1_000
-RENAME_NOREPLACE = 1
-RENAME_EXCHANGE = 2
-RENAME_WHITEOUT = 4
 FALLOC_PUNCH_HOLE_KEEP_SIZE = 3
-AT_FDCWD = -100
-NAME_BYTES_MAX = 255
-CLOCK_REALTIME_COARSE = 5
 CLOCK_TICK_NS = 10_000_000
 OLD_NS = -34_559_999_999_999_993  # in 1968
 GIB = 1 << 30
@@ -70,46 +73,6 @@ def pair(mount: Mount) -> tuple[Path, Path]:
     for path in found:
         path.mkdir(parents=True)
     return found[0], found[1]
-
-
-def refuses(number: int, call: Callable[[], object]) -> None:
-    """Assert that a call fails with this errno."""
-    with pytest.raises(OSError) as raised:  # noqa: PT011  # the errno is checked below
-        call()
-    found = errno.errorcode[raised.value.errno or 0]
-    assert raised.value.errno == number, f"{found}, not {errno.errorcode[number]}"
-
-
-def start(code: str, *args: object) -> subprocess.Popen[str]:
-    """Start another process that runs this code."""
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, args)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
-def finish(*processes: subprocess.Popen[str]) -> list[str]:
-    """Wait for processes, which must end well; returns what they printed."""
-    printed = [process.communicate(timeout=PROCESS_TIMEOUT_S)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * len(processes)
-    return printed
-
-
-def renameat2(source: Path, target: Path, flags: int) -> None:
-    """renameat2(2), which Python does not have."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    names = os.fsencode(source), os.fsencode(target)
-    if libc.renameat2(AT_FDCWD, names[0], AT_FDCWD, names[1], flags) != 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-
-def pass_a_tick() -> None:
-    """Wait until the clock that files are stamped from has moved on."""
-    before = time.clock_gettime_ns(CLOCK_REALTIME_COARSE)
-    while time.clock_gettime_ns(CLOCK_REALTIME_COARSE) == before:
-        os.sched_yield()
 
 
 # -- opening ------------------------------------------------------------------------------
