@@ -33,8 +33,8 @@ from hpkfs.refresher import META_CONFIG, META_DATABASE_DIGEST
 from hpkfs.survey import Found, Kept, Survey, shown
 
 if TYPE_CHECKING:
-    from hpkfs.content import FileCut
     from hpkfs.core.portable import Portable
+    from hpkfs.cut import FileCut
     from hpkfs.sealer import Sealer
 
 log = logging.getLogger(__name__)

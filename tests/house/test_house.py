@@ -29,7 +29,7 @@ LAYERS = (
     {"agent", "restore"},
     {"sealer", "assembly", "capture", "survey", "publisher", "refresher", "history"},
     {"volume", "recovery"},
-    {"content", "journal", "inodes", "objects", "conversations"},
+    {"content", "cut", "journal", "inodes", "objects", "conversations"},
     {"client", "doctor", "mountpoint", "options", "places"},
     {"transport", "durable"},
     {"core"},
