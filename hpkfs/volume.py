@@ -38,7 +38,7 @@ TIME_NS_MIN, TIME_NS_MAX = -(1 << 63), (1 << 63) - 1
 PATH_DEPTH_MAX = 2_048
 
 # The kernel stamps "now" (touch, utimensat UTIME_NOW) from this clock of some ms a tick, and
-# pyfuse3 does not tell it from a time that was named; so every time here comes from it too,
+# the binding does not tell it from a time that was named; so every time here comes from it too,
 # or what is touched later could seem older (test_regression_what_changes_later_is_never_older).
 CLOCK_REALTIME_COARSE = 5  # clock_gettime(2); Python has no name for it
 
