@@ -25,6 +25,7 @@ LAYERS = (
     {"commands", "mounting", "importer", "fsck", "offline"},
     {"arguments", "background", "show", "terminal"},
     {"mount"},
+    {"daemon", "readonly"},
     {"fuse", "waiting", "control", "virtual"},
     {"agent", "restore"},
     {"sealer", "assembly", "capture", "survey", "publisher", "refresher", "history"},
@@ -124,7 +125,7 @@ def test_core_is_pure(path: Path) -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_only_the_adapter_knows_pyfuse3(path: Path) -> None:
-    if name_of(path) in {"hpkfs.fuse", "hpkfs.mount", "hpkfs.waiting"}:
+    if name_of(path) in {"hpkfs.fuse", "hpkfs.mount", "hpkfs.daemon", "hpkfs.waiting"}:
         return
     roots = {name.split(".")[0] for name in imports(tree_of(path))}
     assert "pyfuse3" not in roots
