@@ -216,7 +216,10 @@ def _print_mounted(result: dict[str, Any]) -> None:
     if result.get("moved_to"):
         left = f"What lay in the bare directory is now in {result['moved_to']}."
         warn(show.clean(left))
-    say(show.clean(f"Mounted. Start Hermes on it: {show.start_line(result['mountpoint'])}"))
+    if result.get("read_only"):
+        say(show.clean(f"Mounted read-only on {result['mountpoint']}."))
+    else:
+        say(show.clean(f"Mounted. Start Hermes on it: {show.start_line(result['mountpoint'])}"))
     sys.stdout.flush()
 
 
