@@ -465,6 +465,8 @@ class Agent:
                     raise
                 if published:
                     self._online()
+            if self._blocked == "quota" and not self._has_pending():
+                self._blocked = None  # the disk has space again: all of it is sealed and sent
             pulled = await self.pull() if pull and not self.options.offline else False
         outcome = self.outcome()
         return {

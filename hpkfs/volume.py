@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 NAME_BYTES_MAX = 255
 LINKS_MAX = 65_000
-# What the journal can store, from 1677 to 2262; other times are cut to it, as any disk does.
-TIME_NS_MIN, TIME_NS_MAX = -(1 << 63), (1 << 63) - 1
+# What the journal (until 2262) and ext4 below it (from 1901) store; as on any disk others are cut.
+TIME_NS_MIN, TIME_NS_MAX = -(1 << 31) * 10**9, (1 << 63) - 1
 PATH_DEPTH_MAX = 2_048
 
 # The kernel stamps "now" (touch, utimensat UTIME_NOW) from this clock of some ms a tick, and
