@@ -213,6 +213,29 @@ def backup_database(source: str, target_dir: str) -> str:
     return target
 
 
+def mark_workspace(path: str, workspaces: Sequence[str]) -> None:
+    """Make the conversations of a copied database belong to the agent's workspace.
+
+    Args:
+        path: a private copy, which stays in its journal mode; without Hermes' tables it is left
+            alone.
+        workspaces: absolute folders; paths below them become markers, all others stay.
+
+    Raises:
+        IntegrityError: the database is damaged.
+    """
+    if not workspaces:
+        return
+    with _translated(os.path.basename(path)), closing(_open_image(path)) as db:
+        db.text_factory = lambda raw: raw.decode("utf-8", "replace")
+        if "sessions" in _table_names(db):
+            db.execute("BEGIN IMMEDIATE")
+            _mark_paths(db, tuple(workspaces), clear=False)
+            db.execute("COMMIT")
+        _expect_whole_checkpoint(db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone())
+    _remove_sidecars(path)
+
+
 # -- opening -------------------------------------------------------------------------------
 
 
@@ -452,7 +475,7 @@ def _normalise_image(path: str, name: str, workspaces: tuple[str, ...]) -> tuple
         for table in LIVE_TABLES:
             _empty(db, table)
         _clear_sessions(db)
-        _mark_paths(db, workspaces)
+        _mark_paths(db, workspaces, clear=True)
         _clear_usage_addresses(db)
         db.execute("COMMIT")
     _remove_sidecars(path)
@@ -551,7 +574,8 @@ def marker_for(value: object, workspaces: Iterable[str]) -> str | None:
     return None
 
 
-def _mark_paths(db: sqlite3.Connection, workspaces: tuple[str, ...]) -> None:
+def _mark_paths(db: sqlite3.Connection, workspaces: tuple[str, ...], *, clear: bool) -> None:
+    """Turn paths of the workspace into markers; with `clear`, empty all others."""
     present = set(_columns(db, "sessions"))
     for column in [c for c in PATH_COLUMNS if c in present]:
         rows = db.execute(
@@ -559,7 +583,7 @@ def _mark_paths(db: sqlite3.Connection, workspaces: tuple[str, ...]) -> None:
         ).fetchall()
         for rowid, value in rows:
             marker = marker_for(value, workspaces)
-            if marker != value:
+            if marker != value and (clear or marker is not None):
                 db.execute(f"UPDATE sessions SET {column} = ? WHERE rowid = ?", (marker, rowid))
 
 

@@ -1,43 +1,43 @@
 """New agents: from nothing, or from an existing Hermes home.
 
 Called by `hpkfs init` and `hpkfs adopt`. The source is only read. What travels becomes the first
-checkpoint; everything else becomes this machine's local zone and never reaches the store.
+checkpoint; everything else becomes this machine's local zone and never reaches the store. `adopt`
+then moves the source aside, once every byte has been compared; before that it can fail at any
+point and the home is as it was.
 """
 
 from __future__ import annotations
 
-import logging
 import os
+import shlex
 import shutil
 import stat
-import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import trio
 
-from hpkfs import conversations, places
+from hpkfs import mountpoint, places
 from hpkfs.agent import Agent, AgentOptions
+from hpkfs.copier import WORKSPACE, Copier
 from hpkfs.core.ids import is_agent_id
 from hpkfs.core.limits import MAX_HEAD
-from hpkfs.errors import HpkfsError, MissingObjectError, UsageError
-from hpkfs.inodes import ROOT_INO, Inode
+from hpkfs.core.uris import FileStore
+from hpkfs.errors import BusyError, IntegrityError, MissingObjectError, UsageError
+from hpkfs.inodes import ROOT_INO
 from hpkfs.transport.local import LocalTransport
 from hpkfs.transport.stores import make_transport
-from hpkfs.virtual import CONTROL_NAME
-from hpkfs.volume import NAME_BYTES_MAX, Caller
+from hpkfs.volume import Caller
 
 if TYPE_CHECKING:
+    from hpkfs.core.uris import StoreUri
     from hpkfs.transport.base import Transport
-    from hpkfs.volume import Volume
 
-log = logging.getLogger(__name__)
-
-BATCH_INODES = 1_000
-SQLITE_MAGIC = b"SQLite format 3\0"
-SIDECARS = ("-wal", "-shm", "-journal")
-BARE_MARKER = "NOT-MOUNTED.txt"
+BEFORE_SUFFIX = ".before-hpkfs"
+NAMED_MAX = 5
+STORE_NAMES = ("head.json", "head.lock", "snapshots", "objects")
+UNTOUCHED = "The directory is as it was."
 
 STARTER_FILES = {
     "SOUL.md": "# Who you are\n\nYou are a helpful agent. Edit this file to say who you are.\n",
@@ -50,14 +50,21 @@ STARTER_FILES = {
 }
 
 
-@dataclass(slots=True)
-class Imported:
-    """What an import did with each path of the source."""
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a new agent is made from.
 
-    files: int = 0
-    folders: int = 0
-    bytes: int = 0
-    skipped: list[tuple[str, str]] = field(default_factory=list)
+    Attributes:
+        home: an existing Hermes home, or None.
+        workspace: an existing workspace that lies elsewhere, or None.
+        agent_id: the new agent's id; None for the usual one.
+        adopt: move the home aside at the end; the agent will be mounted in its place.
+    """
+
+    home: str | None = None
+    workspace: str | None = None
+    agent_id: str | None = None
+    adopt: bool = False
 
 
 def init_store(
@@ -77,49 +84,218 @@ def init_store(
     Raises:
         UsageError: the store has an agent already; nothing was touched.
     """
-    return trio.run(_init, uri, from_home, workspace, agent_id, state_dir)
-
-
-async def _init(
-    uri: str,
-    from_home: str | None,
-    workspace: str | None,
-    agent_id: str | None,
-    state_dir_option: str | None,
-) -> dict[str, object]:
     store, at = places.resolve_uri(uri)
     if at is not None:
         raise UsageError("A new agent has no earlier checkpoint; leave out the `@`.")
-    agent_id = agent_id or "default"
+    source = Source(from_home, workspace, agent_id)
+    return trio.run(_init, store, source, places.state_dir(store, state_dir))
+
+
+def adopt(directory: str, uri: str, state_dir: str | None) -> dict[str, object]:
+    """Make a new agent from a home, and leave an empty directory in the home's place.
+
+    The home is kept beside it as `DIR.before-hpkfs`. Everything in it has been compared with the
+    copy before that, byte by byte.
+
+    Args:
+        directory: the home; absolute, links resolved.
+        uri: the new agent's store.
+        state_dir: this machine's state directory, where the user named one.
+
+    Returns:
+        What `init_store` returns, and `before`: where the home is now.
+
+    Raises:
+        UsageError: the home cannot be adopted.
+        BusyError: a program has files of the home open, or changed some meanwhile.
+        HpkfsError: the copy failed. In every case the home is as it was.
+    """
+    store, _ = places.resolve_uri(uri)
+    state = places.state_dir(store, state_dir)
+    _check_adoptable(directory, store, state)
+    return trio.run(_init, store, Source(directory, adopt=True), state)
+
+
+class _Made:
+    """What making an agent added to the disk, to be taken away when it fails.
+
+    Objects without a head stay: another process may be making an agent there.
+    """
+
+    def __init__(self, store: StoreUri, state_dir: str) -> None:
+        self._state = os.path.join(state_dir, places.OUR_FOLDER)
+        self._store = store.path if isinstance(store, FileStore) else ""
+        self._has_state = True
+        self._has_store = not self._store or bool(_names(self._store))
+        self.is_published = False
+
+    def look_at_state(self) -> None:
+        """Note whether the state directory is new; called with its lock held."""
+        self._has_state = os.path.lexists(self._state)
+
+    def remove(self) -> None:
+        if not self._has_state:
+            shutil.rmtree(self._state, ignore_errors=True)
+        if self.is_published and not self._has_store:
+            for name in STORE_NAMES:
+                path = os.path.join(self._store, name)
+                if os.path.isdir(path):
+                    shutil.rmtree(path, ignore_errors=True)
+                elif os.path.lexists(path):
+                    os.unlink(path)
+
+
+def _names(path: str) -> list[str]:
+    try:
+        return os.listdir(path)
+    except FileNotFoundError:
+        return []
+
+
+def _check_adoptable(directory: str, store: StoreUri, state_dir: str) -> None:
+    before = directory + BEFORE_SUFFIX
+    if not os.path.lexists(directory) and os.path.isdir(before):
+        raise UsageError(
+            f"{directory} is not there, and {before} is: it was adopted before.",
+            kept="Nothing was touched.",
+            next_step=f"Bring it back with `mv {shlex.quote(before)} {shlex.quote(directory)}`.",
+        )
+    if mountpoint.mount_on(directory) is not None:
+        raise UsageError(
+            f"Something is mounted on {directory}.",
+            kept="Nothing was touched.",
+            next_step="`hpkfs list` shows whether it is an agent already.",
+        )
+    _check_source(directory)
+    if os.path.lexists(before):
+        raise UsageError(
+            f"{before} exists, and the home would be kept under this name.",
+            kept="Nothing was touched.",
+            next_step="Move it away.",
+        )
+    inner = [state_dir, *([store.path] if isinstance(store, FileStore) else [])]
+    for path in inner:
+        if (path + "/").startswith(directory.rstrip("/") + "/"):
+            raise UsageError(
+                f"{path} lies in {directory}, which is going to be moved.",
+                kept="Nothing was touched.",
+                next_step="Name another place for it.",
+            )
+    if not os.access(os.path.dirname(directory), os.W_OK | os.X_OK):
+        raise UsageError(
+            f"You may not rename {directory}, because of the folder that it is in.",
+            kept="Nothing was touched.",
+            next_step="Use `hpkfs init` with --from-home, and mount elsewhere.",
+        )
+    _check_unused(directory)
+
+
+def _check_unused(directory: str) -> None:
+    """Refuse a home that a program is writing to: what it writes later would be lost."""
+    holders = _holders(directory)
+    if holders:
+        raise BusyError(
+            f"{directory} is in use by {', '.join(holders[:NAMED_MAX])}.",
+            kept=UNTOUCHED,
+            next_step="End Hermes and its gateway, and try again.",
+        )
+
+
+def _holders(directory: str) -> list[str]:
+    """Other processes with open files below a directory, as far as this user may see."""
+    found = []
+    inside = os.path.realpath(directory).rstrip("/") + "/"
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        if int(pid) == os.getpid():
+            continue
+        try:
+            links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+            with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
+                command = file.read().strip()
+        except OSError:
+            continue  # it ended, or is not ours to look into
+        if any(link.startswith(inside) for link in links):
+            found.append(f"process {pid} ({command})")
+    return found
+
+
+def _move_aside(directory: str) -> str:
+    """Rename the home and make an empty directory like it; undone where that fails."""
+    before = directory + BEFORE_SUFFIX
+    found = os.stat(directory)
+    os.rename(directory, before)
+    try:
+        os.mkdir(directory, 0o700)
+        os.chmod(directory, stat.S_IMODE(found.st_mode))
+        if (found.st_uid, found.st_gid) != (os.geteuid(), os.getegid()):
+            os.chown(directory, found.st_uid, found.st_gid)
+        os.sync()
+    except BaseException:
+        if os.path.isdir(directory):
+            os.rmdir(directory)
+        os.rename(before, directory)
+        raise
+    return before
+
+
+async def _init(store: StoreUri, source: Source, state_dir: str) -> dict[str, object]:
+    agent_id = source.agent_id or "default"
     if not is_agent_id(agent_id):
         raise UsageError(
             f"{agent_id!r} cannot be an agent id.",
             next_step="Use a to z, 0 to 9, - and _, at most 64, the first a letter or digit.",
         )
-    for source in filter(None, (from_home, workspace)):
-        _check_source(source)
+    for folder in filter(None, (source.home, source.workspace)):
+        _check_source(folder)
+    made = _Made(store, state_dir)
     transport = make_transport(store, create=True)
-    state_dir = places.state_dir(store, state_dir_option)
     if await _has_head(transport):
         await transport.aclose()
         raise UsageError(
             f"There is an agent in {store} already.",
             kept="Nothing was touched.",
-            next_step=f"Mount it with `hpkfs mount {store} DIRECTORY`.",
+            next_step=(
+                f"Mount it with `hpkfs mount {store} DIRECTORY`, or name another folder for a "
+                "new agent."
+            ),
         )
-    lock = places.RunLock(state_dir)
-    lock.acquire()
-    try:
+    with places.RunLock(state_dir):
         options = AgentOptions(
-            uri=str(store), state_dir=state_dir, device_id=places.device_id(state_dir)
+            uri=str(store),
+            state_dir=state_dir,
+            device_id=places.device_id(state_dir),
+            mountpoint=source.home if source.adopt else None,
         )
-        agent = Agent(options, transport)
+        made.look_at_state()
         try:
-            return await _fill(agent, agent_id, from_home, workspace)
-        finally:
-            await agent.close()
-    finally:
-        lock.release()
+            agent = await _open_empty(options, transport)
+            try:
+                return await _fill(agent, agent_id, source, made)
+            finally:
+                await agent.close()
+        except BaseException:
+            made.remove()
+            raise
+
+
+async def _open_empty(options: AgentOptions, transport: Transport) -> Agent:
+    """Open a state directory that no agent has been in.
+
+    Files without a checkpoint are what an interrupted `init` left: they are copies, and go.
+    """
+    agent = Agent(options, transport)
+    if agent.installer.base() is None and agent.volume.list_folder(ROOT_INO):
+        await agent.close()
+        await trio.to_thread.run_sync(shutil.rmtree, agent.folder)
+        agent = Agent(options, transport)
+    if agent.installer.base() is not None:
+        await agent.close()
+        raise UsageError(
+            f"The state directory {options.state_dir} holds another agent's files.",
+            kept="Nothing was touched.",
+            next_step="Name another one with --state-dir.",
+        )
+    return agent
 
 
 async def _has_head(transport: Transport) -> bool:
@@ -130,32 +306,22 @@ async def _has_head(transport: Transport) -> bool:
     return True
 
 
-async def _fill(
-    agent: Agent, agent_id: str, from_home: str | None, workspace: str | None
-) -> dict[str, object]:
-    if agent.installer.base() is not None or agent.volume.list_folder(ROOT_INO):
-        raise UsageError(
-            f"The state directory {agent.options.state_dir} holds another agent's files.",
-            kept="Nothing was touched.",
-            next_step="Name another one with --state-dir.",
-        )
+async def _fill(agent: Agent, agent_id: str, source: Source, made: _Made) -> dict[str, object]:
     agent.set_owner(agent_id)
-    importer = _Importer(agent.volume, exclude=(agent.options.state_dir, _root(agent)))
-    if from_home is not None:
-        has_workspace = workspace is not None
-        await trio.to_thread.run_sync(
-            lambda: importer.tree(from_home, "", leave_out=("workspace",) if has_workspace else ())
-        )
-    if workspace is not None:
-        await trio.to_thread.run_sync(lambda: importer.tree(workspace, "workspace"))
-    importer.flush()
-    if from_home is None:
-        await _write_starters(agent, has_workspace=workspace is not None)
+    copier = Copier(
+        agent.volume,
+        exclude=(agent.options.state_dir, _root(agent)),
+        workspaces=() if source.adopt else _workspaces(source),
+    )
+    await trio.to_thread.run_sync(_copy, copier, source)
+    if source.home is None:
+        await _write_starters(agent, has_workspace=source.workspace is not None)
     agent.journal.log(time.time_ns(), "init", agent.options.uri)
     agent.volume.changed_since = agent.volume.changed_last = time.monotonic()
     result = await agent.sync(pull=False)
+    made.is_published = True
     survey = agent.sealer.survey()
-    return {
+    told: dict[str, object] = {
         "uri": agent.options.uri,
         "agent_id": agent_id,
         "snapshot_id": result["sealed"],
@@ -164,11 +330,54 @@ async def _fill(
         "exit_code": result["exit_code"],
         "detail": result["detail"],
         "files": len(survey.files),
-        "local_files": max(importer.done.files - len(survey.files), 0),
+        "local_files": max(copier.done.files - len(survey.files), 0),
         "travels": sorted(entry.path for entry in survey.files.values()),
         "kept_local": agent.status()["kept_local"],
-        "skipped": [{"path": p, "reason": r} for p, r in importer.done.skipped],
+        "skipped": [{"path": p, "reason": r} for p, r in copier.done.skipped],
     }
+    if source.adopt:
+        assert source.home is not None, "a home is adopted"
+        told["before"] = await trio.to_thread.run_sync(_finish_adoption, agent, copier, source.home)
+    return told
+
+
+def _workspaces(source: Source) -> tuple[str, ...]:
+    """The folders whose conversations will be at home in the agent's workspace."""
+    found = source.workspace
+    if found is None and source.home is not None:
+        found = os.path.join(source.home, WORKSPACE)
+    return () if found is None else (os.path.abspath(found), os.path.realpath(found))
+
+
+def _copy(copier: Copier, source: Source) -> None:
+    if source.home is not None:
+        has_workspace = source.workspace is not None
+        copier.tree(source.home, "", leave_out=(WORKSPACE,) if has_workspace else ())
+    if source.workspace is not None:
+        copier.tree(source.workspace, WORKSPACE)
+    elif source.home is not None and not os.path.lexists(os.path.join(source.home, WORKSPACE)):
+        copier.empty_folder(WORKSPACE, source.home)
+    copier.flush()
+
+
+def _finish_adoption(agent: Agent, copier: Copier, directory: str) -> str:
+    """Compare, then move aside; the last things that can fail."""
+    state, detail = agent.state()
+    if state != "clean":
+        raise IntegrityError(
+            f"What travels of {directory} is not safely on the store ({state}). {detail}",
+            kept=UNTOUCHED,
+            next_step="Mend that first, or use `hpkfs init` with --from-home.",
+        )
+    different = copier.differences(directory)
+    _check_unused(directory)
+    if different:
+        raise BusyError(
+            f"{directory} changed while it was copied: {', '.join(different[:NAMED_MAX])}.",
+            kept=UNTOUCHED,
+            next_step="End Hermes and its gateway, and try again.",
+        )
+    return _move_aside(directory)
 
 
 def _root(agent: Agent) -> str:
@@ -204,7 +413,7 @@ def _check_source(path: str) -> None:
             kept="Nothing was touched.",
             next_step="Name the Hermes home, usually ~/.hermes.",
         )
-    if os.path.lexists(os.path.join(path, BARE_MARKER)):
+    if os.path.lexists(os.path.join(path, mountpoint.TEXT_MARKER)):
         raise UsageError(
             f"{path} is the bare mountpoint of an agent, not a home.",
             kept="Nothing was touched.",
@@ -216,170 +425,3 @@ def _check_source(path: str) -> None:
         raise UsageError(
             f"{path} cannot be read: {error.strerror}.", kept="Nothing was touched."
         ) from error
-
-
-class _Importer:
-    """Copies a directory tree into a volume that nobody uses yet. Blocking; one thread."""
-
-    def __init__(self, volume: Volume, *, exclude: tuple[str, ...]) -> None:
-        self._volume = volume
-        self._exclude = {os.path.realpath(path) for path in exclude if path}
-        self._inodes: list[Inode] = []
-        self._dentries: list[tuple[int, bytes, int]] = []
-        self._links: dict[tuple[int, int], Inode] = {}
-        self._nlinks: dict[int, int] = {}
-        self.done = Imported()
-
-    def tree(self, source: str, target: str, *, leave_out: tuple[str, ...] = ()) -> None:
-        """Copy what is in `source` into the folder `target` of the volume."""
-        parent = ROOT_INO
-        if target:
-            found = os.lstat(source)
-            parent = self._add(ROOT_INO, os.fsencode(target), found).ino
-            self._nlinks[ROOT_INO] = self._nlinks.get(ROOT_INO, 0) + 1
-        self._folder(source, parent, target, {*map(os.fsencode, leave_out), CONTROL_NAME})
-
-    def _folder(self, source: str, parent: int, shown: str, leave_out: set[bytes]) -> None:
-        try:
-            names = sorted(os.listdir(os.fsencode(source)))
-        except OSError as error:
-            self._skip(shown or ".", f"cannot be listed: {error.strerror}")
-            return
-        databases = {
-            name for name in names if self._is_database(os.path.join(source, os.fsdecode(name)))
-        }
-        for name in names:
-            text = os.fsdecode(name)
-            path = os.path.join(source, text)
-            place = f"{shown}/{text}" if shown else text
-            if name in leave_out or os.path.realpath(path) in self._exclude:
-                if name != CONTROL_NAME:
-                    self._skip(place, "is taken from elsewhere or belongs to hpkfs")
-                continue
-            if any(
-                text.endswith(end) and os.fsencode(text.removesuffix(end)) in databases
-                for end in SIDECARS
-            ):
-                continue  # its content comes with the database
-            try:
-                self._entry(path, parent, name, place, is_database=name in databases)
-            except OSError as error:
-                self._skip(place, f"cannot be read: {error.strerror}")
-            except HpkfsError as error:
-                self._skip(place, error.happened)
-
-    def _is_database(self, path: str) -> bool:
-        """Whether a regular file is an SQLite database with sidecars beside it."""
-        if not any(os.path.lexists(path + end) for end in SIDECARS):
-            return False
-        try:
-            if not stat.S_ISREG(os.lstat(path).st_mode):
-                return False
-            with open(path, "rb") as source:
-                head = source.read(len(SQLITE_MAGIC))
-        except OSError:
-            return False
-        return head == SQLITE_MAGIC
-
-    def _entry(self, path: str, parent: int, name: bytes, place: str, *, is_database: bool) -> None:
-        found = os.lstat(path)
-        if len(name) > NAME_BYTES_MAX:
-            self._skip(place, "has too long a name")
-        elif stat.S_ISDIR(found.st_mode):
-            inode = self._add(parent, name, found)
-            self._nlinks[parent] = self._nlinks.get(parent, 0) + 1
-            self.done.folders += 1
-            self._folder(path, inode.ino, place, {CONTROL_NAME} if parent == 0 else set())
-        elif stat.S_ISLNK(found.st_mode):
-            target = os.readlink(os.fsencode(path))
-            self._add(parent, name, found, target=target)
-        elif stat.S_ISREG(found.st_mode):
-            self._file(path, parent, name, found, is_database=is_database)
-        elif stat.S_ISFIFO(found.st_mode):
-            self._add(parent, name, found)
-        else:
-            self._skip(place, "is a socket or device; the program that needs it makes it anew")
-
-    def _file(
-        self, path: str, parent: int, name: bytes, found: os.stat_result, *, is_database: bool
-    ) -> None:
-        key = (found.st_dev, found.st_ino)
-        linked = self._links.get(key) if found.st_nlink > 1 else None
-        if linked is not None:
-            self._dentries.append((parent, name, linked.ino))
-            linked.nlink += 1
-            return
-        source = path
-        with tempfile.TemporaryDirectory(prefix="hpkfs-import-") as scratch:
-            if is_database:
-                source = conversations.backup_database(path, scratch)
-            inode = self._make(found, parent, name)
-            backing = self._volume.content.path(inode.ino)
-            with open(source, "rb") as read, open(backing, "wb", opener=_private) as out:
-                shutil.copyfileobj(read, out, 1 << 20)
-            os.utime(backing, ns=(found.st_mtime_ns, found.st_mtime_ns))
-        inode.size = os.stat(backing).st_size
-        self._keep(inode, parent, name)
-        if found.st_nlink > 1:
-            self._links[key] = inode
-        self.done.files += 1
-        self.done.bytes += inode.size
-
-    def _add(
-        self, parent: int, name: bytes, found: os.stat_result, *, target: bytes | None = None
-    ) -> Inode:
-        inode = self._make(found, parent, name)
-        inode.target = target
-        inode.size = len(target) if target is not None else 0
-        self._keep(inode, parent, name)
-        return inode
-
-    def _make(self, found: os.stat_result, parent: int, name: bytes) -> Inode:
-        is_root = os.getuid() == 0
-        return Inode(
-            (
-                self._volume.journal.new_ino(),
-                found.st_mode,
-                found.st_uid if is_root else os.getuid(),
-                found.st_gid if is_root else os.getgid(),
-                0,
-                2 if stat.S_ISDIR(found.st_mode) else 1,
-                0,
-                found.st_atime_ns,
-                found.st_mtime_ns,
-                found.st_ctime_ns,
-                None,
-                None,
-                None,
-                1,
-                parent,
-                name,
-                None,
-                None,
-            )
-        )
-
-    def _keep(self, inode: Inode, parent: int, name: bytes) -> None:
-        self._inodes.append(inode)
-        self._dentries.append((parent, name, inode.ino))
-
-    def flush(self) -> None:
-        """Write the names of everything copied into the journal, in one transaction."""
-        journal = self._volume.journal
-        by_ino = {inode.ino: inode for inode in self._inodes}
-        for ino, count in self._nlinks.items():
-            if ino in by_ino:
-                by_ino[ino].nlink += count
-        with journal.transaction():
-            journal.bulk_insert(self._inodes, self._dentries)
-            if ROOT_INO in self._nlinks:
-                root = self._volume.get(ROOT_INO)
-                root.nlink += self._nlinks[ROOT_INO]
-                journal.update(ROOT_INO, nlink=root.nlink)
-
-    def _skip(self, path: str, reason: str) -> None:
-        self.done.skipped.append((os.fsencode(path).decode("utf-8", "backslashreplace"), reason))
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

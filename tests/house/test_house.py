@@ -22,7 +22,7 @@ LAUNCHER = ROOT / "launcher" / "hermes_launcher"
 # From top to bottom. A module imports from its own row and from the rows below it.
 LAYERS = (
     {"__main__", "cli"},
-    {"commands", "mounting", "importer", "fsck", "offline"},
+    {"commands", "mounting", "importer", "copier", "fsck", "offline"},
     {"arguments", "background", "show", "terminal"},
     {"mount"},
     {"daemon", "readonly"},
