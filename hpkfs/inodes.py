@@ -10,9 +10,8 @@ from __future__ import annotations
 import json
 import stat
 import weakref
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
-
-from cachetools import LRUCache
 
 from hpkfs.core.documents import FileRecord, record_from_json, record_to_json
 
@@ -191,19 +190,21 @@ class InodeTable:
     def __init__(self, load: Callable[[int], Inode | None]) -> None:
         self._load = load
         self._alive: weakref.WeakValueDictionary[int, Inode] = weakref.WeakValueDictionary()
-        self._hot: LRUCache[int, Inode] = LRUCache(maxsize=HOT_INODES_MAX)
+        self._hot: OrderedDict[int, Inode] = OrderedDict()
 
     def get(self, ino: int) -> Inode | None:
         """The inode with this number, from memory or the journal."""
         found = self._hot.get(ino)
+        if found is not None:
+            self._hot.move_to_end(ino)
+            return found
+        found = self._alive.get(ino)
         if found is None:
-            found = self._alive.get(ino)
+            found = self._load(ino)
             if found is None:
-                found = self._load(ino)
-                if found is None:
-                    return None
-                self._alive[ino] = found
-            self._hot[ino] = found
+                return None
+            self._alive[ino] = found
+        self._keep_hot(found)
         return found
 
     def adopt(self, inode: Inode) -> Inode:
@@ -212,8 +213,13 @@ class InodeTable:
         if known is not None:
             return known
         self._alive[inode.ino] = inode
-        self._hot[inode.ino] = inode
+        self._keep_hot(inode)
         return inode
+
+    def _keep_hot(self, inode: Inode) -> None:
+        self._hot[inode.ino] = inode
+        if len(self._hot) > HOT_INODES_MAX:
+            self._hot.popitem(last=False)
 
     def known(self, ino: int) -> Inode | None:
         """The inode if it is in memory; the journal is not asked."""

@@ -29,6 +29,7 @@ APPLICATION_ID = 0x68706B66  # "hpkf"
 META_BASE = "base"
 LOG_ROWS_MAX = 100_000
 LOG_AGE_NS_MAX = 30 * 86_400 * 10**9
+NAMES_MAX = 16_384
 WAL_BYTES_BEFORE_CHECKPOINT = 4 << 20
 
 SCHEMA = """
@@ -95,6 +96,7 @@ class Journal:
         self._unsynced = False
         self._depth = 0
         self._sync_lock = threading.Lock()
+        self._names: dict[tuple[int, bytes], int] = {}
         # Called after a failed transaction, when memory may be ahead of the journal.
         self.on_rollback: Callable[[], None] = lambda: None
         self._db = _open(path)
@@ -129,6 +131,7 @@ class Journal:
                     if self._db.in_transaction:
                         self._run("ROLLBACK")
                 self._depth = 0
+                self._names.clear()
                 self.on_rollback()
                 raise
             self._depth = 0
@@ -205,12 +208,27 @@ class Journal:
         row = self._run(f"SELECT {Inode.COLUMNS} FROM inodes WHERE ino=?", (ino,)).fetchone()
         return None if row is None else Inode(row)
 
+    def remembered(self, parent: int, name: bytes) -> int | None:
+        """The inode number of a name that was looked up before; no query."""
+        return self._names.get((parent, name))
+
+    def _remember(self, parent: int, name: bytes, ino: int) -> None:
+        if len(self._names) >= NAMES_MAX:
+            self._names.clear()
+        self._names[parent, name] = ino
+
     def lookup(self, parent: int, name: bytes) -> int | None:
         """The inode number of a name in a folder."""
+        known = self.remembered(parent, name)
+        if known is not None:
+            return known
         row = self._run(
             "SELECT ino FROM dentries WHERE parent=? AND name=?", (parent, name)
         ).fetchone()
-        return None if row is None else int(row[0])
+        if row is None:
+            return None
+        self._remember(parent, name, row[0])
+        return int(row[0])
 
     def lookup_inode(self, parent: int, name: bytes) -> Inode | None:
         """A name's inode in one query, for names the table does not hold."""
@@ -219,7 +237,10 @@ class Journal:
             " WHERE d.parent=? AND d.name=?",
             (parent, name),
         ).fetchone()
-        return None if row is None else Inode(row)
+        if row is None:
+            return None
+        self._remember(parent, name, row[0])
+        return Inode(row)
 
     def children(self, parent: int) -> list[tuple[bytes, int]]:
         """Names and inode numbers in a folder, by name."""
@@ -237,11 +258,13 @@ class Journal:
 
     def set_dentry(self, parent: int, name: bytes, ino: int) -> None:
         """Name an inode in a folder; a name that exists is replaced."""
+        self._names.pop((parent, name), None)
         with self.transaction():
             self._run("INSERT OR REPLACE INTO dentries VALUES(?,?,?)", (parent, name, ino))
 
     def delete_dentry(self, parent: int, name: bytes) -> None:
         """Remove a name."""
+        self._names.pop((parent, name), None)
         with self.transaction():
             self._run("DELETE FROM dentries WHERE parent=? AND name=?", (parent, name))
 
@@ -258,6 +281,7 @@ class Journal:
 
     def bulk_insert(self, inodes: list[Inode], dentries: list[tuple[int, bytes, int]]) -> None:
         """Add many inodes and their names."""
+        self._names.clear()
         with self.transaction():
             self._db.executemany(
                 f"INSERT OR REPLACE INTO inodes({Inode.COLUMNS}) VALUES({_INODE_MARKS})",

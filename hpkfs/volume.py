@@ -126,10 +126,13 @@ class Volume:
             return self.get(parent)
         if name == b"..":
             return self.get(self.get(parent).parent or ROOT_INO)
-        found = self.journal.lookup_inode(parent, name)
-        if found is None:
-            raise _error(errno.ENOENT)
-        inode = self.inodes.adopt(found)
+        ino = self.journal.remembered(parent, name)
+        inode = None if ino is None else self.inodes.get(ino)
+        if inode is None:
+            found = self.journal.lookup_inode(parent, name)
+            if found is None:
+                raise _error(errno.ENOENT)
+            inode = self.inodes.adopt(found)
         inode.parent, inode.name = parent, name
         if inode.stale:
             self._refresh(inode)

@@ -87,4 +87,5 @@ class ReaderLock:
 
     async def __aexit__(self, *_exc: object) -> None:
         self._held = False
-        self._waiting.unpark()
+        if self._waiting:
+            self._waiting.unpark()
