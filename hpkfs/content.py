@@ -26,7 +26,7 @@ import trio
 from hpkfs.core.chunks import starts
 from hpkfs.core.limits import PIECE_SIZE
 from hpkfs.cut import FileCut
-from hpkfs.errors import HpkfsError, QuotaError
+from hpkfs.errors import HpkfsError, IntegrityError, QuotaError
 from hpkfs.inodes import ABSENT, HYDRATED, UNVERIFIED, Inode
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ class Content:
         self._objects = objects
         self._disk = disk
         self._fds: OrderedDict[int, int] = OrderedDict()
+        self._suspect: set[int] = set()
         self._fetching: dict[tuple[int, int], trio.Event] = {}
         self._cuts: dict[int, FileCut] = {}
         self._unsaved_states: dict[int, Inode] = {}
@@ -374,6 +375,7 @@ class Content:
 
         No await follows the last check, so the caller may write at once when this returns.
         """
+        self._check_sound(inode)
         while True:
             if inode.absent and inode.record is not None:
                 kept_in_part = self._partial(inode, inode.record, start, end)
@@ -398,6 +400,14 @@ class Content:
                 found.append(index)
         return found
 
+    def _check_sound(self, inode: Inode) -> None:
+        if inode.ino in self._suspect:
+            raise IntegrityError(
+                "The disk of the state directory failed while this file was made durable.",
+                kept="What the file shows is still there to be read; copy it.",
+                next_step="Check the disk, then unmount and mount again.",
+            )
+
     def dirty_chunks(self, inode: Inode, start: int, end: int) -> tuple[list[int], list[int]]:
         """Clean and absent chunks that a write to [start, end) makes dirty."""
         record = inode.record
@@ -421,13 +431,21 @@ class Content:
         os.ftruncate(self.fd(inode), size)
 
     async def fsync(self, inode: Inode, *, data_only: bool) -> None:
-        """Make a file's bytes, then the journal, durable."""
+        """Make a file's bytes, then the journal, durable.
+
+        After the disk failed once here the file takes no more writes until the next mount: the
+        kernel drops the pages that it could not write, so a second fsync would succeed falsely.
+        """
+        self._check_sound(inode)
         fd = os.dup(self.fd(inode))
         new_names, self._new_names = self._new_names, False
         try:
             await trio.to_thread.run_sync(self._fsync, fd, data_only, new_names)
-        except BaseException:
+        except BaseException as error:
             self._new_names |= new_names
+            if isinstance(error, IntegrityError):
+                self._suspect.add(inode.ino)
+                log.error("the disk failed under inode %d; it takes no more writes", inode.ino)
             raise
         finally:
             os.close(fd)

@@ -173,3 +173,20 @@ async def test_regression_a_kill_while_the_settings_are_merged_does_not_block_th
     async with opened(store, tmp_path / "state") as desk:
         assert await desk.read("config.yaml")
         assert not desk.exists(".config.yaml.hpkfs.tmp")
+
+
+@pytest.mark.expects_log("takes no more writes")
+async def test_a_file_whose_fsync_failed_takes_no_more_writes(tmp_path: Path) -> None:
+    make_store(str(tmp_path / "store"), seed=3, files=5)
+    disk = FaultyDisk()
+    async with opened(tmp_path / "store", tmp_path / "state", disk=disk) as desk:
+        made = await desk.write("workspace/f", b"kept")
+        disk.errors["backing.data.fsync"] = errno.EIO
+        with pytest.raises(IntegrityError):
+            await desk.volume.fsync(made.ino, data_only=True)
+        disk.errors.clear()
+        with pytest.raises(IntegrityError):
+            await desk.volume.fsync(made.ino, data_only=True)
+        with pytest.raises(IntegrityError):
+            await desk.volume.write(made.ino, 4, b"more")
+        assert await desk.read("workspace/f") == b"kept"
