@@ -26,6 +26,7 @@ from hpkfs.core.paths import to_local, to_logical
 from hpkfs.durable import RealDisk
 from hpkfs.errors import (
     AuthorisationError,
+    ConflictError,
     HpkfsError,
     IntegrityError,
     QuotaError,
@@ -193,7 +194,7 @@ class Agent:
         if not self.options.offline:
             try:
                 await self.pull()
-            except (TransientError, AuthorisationError) as error:
+            except (TransientError, AuthorisationError, ConflictError) as error:
                 if base is None:
                     raise
                 self.note_error(error)
@@ -276,7 +277,7 @@ class Agent:
                 continue
             try:
                 await self.content.hydrate(inode)
-            except TransientError as error:
+            except HpkfsError as error:  # told when it is read; the other files can be had
                 self.note_error(error)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -291,10 +292,13 @@ class Agent:
 
     async def close(self) -> None:
         """Write what is only in memory, close every file. The journal is durable afterwards."""
-        self.save_start()
-        self.content.save_states()
-        self.volume.bury()
-        recovery.remove_dropped(self.journal, self.content)
+        try:
+            self.save_start()
+            self.content.save_states()
+            self.volume.bury()
+            recovery.remove_dropped(self.journal, self.content)
+        except (HpkfsError, OSError) as error:  # a full disk; all of this can be done again
+            log.info("left for the next start: %s", error)
         self.content.close()
         recovery.close(self.journal)
         await self.transport.aclose()
@@ -426,6 +430,9 @@ class Agent:
             except HpkfsError as error:
                 self.note_error(error)
                 delay = RETRY_S_MAX
+            except OSError as error:
+                self.note_error(_as_error(error))
+                delay = RETRY_S_MAX
 
     async def _probe(self) -> None:
         """Ask the store whether it is there again."""
@@ -484,6 +491,10 @@ class Agent:
         except HpkfsError as error:
             self.note_error(error)
             raise
+        except OSError as error:
+            failure = _as_error(error)
+            self.note_error(failure)
+            raise failure from error
 
     def outcome(self) -> dict[str, object]:
         """How things stand: `state`, `exit_code`, `detail`, `pending`."""
@@ -739,4 +750,8 @@ def _as_error(error: OSError) -> HpkfsError:
             kept="Everything written before is safe.",
             next_step="Free space on that disk, or run `hpkfs evict`.",
         )
-    return IntegrityError(f"The state directory failed: {error}.", kept="", next_step="")
+    return IntegrityError(
+        f"The state directory failed: {error}.",
+        kept="What was written before is still there.",
+        next_step="Check the disk that it is on, then run `hpkfs sync`.",
+    )

@@ -143,7 +143,9 @@ def check_device(path: str, *, in_container: bool) -> Finding:
     """Check that the kernel's device is there and can be opened."""
     remedy = CONTAINER_REMEDY if in_container else "Load the kernel's module: modprobe fuse."
     try:
-        os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        is_device = stat.S_ISCHR(os.fstat(fd).st_mode)
+        os.close(fd)
     except FileNotFoundError:
         return Finding("device", ok=False, detail=f"{path} is missing", remedy=remedy)
     except PermissionError as error:
@@ -155,6 +157,8 @@ def check_device(path: str, *, in_container: bool) -> Finding:
     except OSError as error:
         detail = f"{path} cannot be opened: {os.strerror(error.errno or errno.EIO)}"
         return Finding("device", ok=False, detail=detail, remedy=remedy)
+    if not is_device:  # a container may have hidden it behind an empty file
+        return Finding("device", ok=False, detail=f"{path} is no device", remedy=remedy)
     return Finding("device", ok=True, detail=f"{path} can be opened")
 
 

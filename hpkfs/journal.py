@@ -100,12 +100,18 @@ class Journal:
         # Called after a failed transaction, when memory may be ahead of the journal.
         self.on_rollback: Callable[[], None] = lambda: None
         self._db = _open(path)
-        self._run = self._db.execute
         row = self._run(
             "SELECT max(coalesce((SELECT max(ino) FROM inodes), 1),"
             " coalesce((SELECT max(ino) FROM dropped), 1))"
         ).fetchone()
         self._next_ino = int(row[0]) + 1
+
+    def _run(self, statement: str, values: tuple[Any, ...] = ()) -> sqlite3.Cursor:
+        """Run one statement; what SQLite says becomes an error for people."""
+        try:
+            return self._db.execute(statement, values)
+        except sqlite3.Error as error:
+            raise _translate(error, self._path) from error
 
     # -- transactions ---------------------------------------------------------------------
 
@@ -127,7 +133,7 @@ class Journal:
                 yield
                 self._run("COMMIT")
             except BaseException:
-                with contextlib.suppress(sqlite3.Error):
+                with contextlib.suppress(JournalError, QuotaError):
                     if self._db.in_transaction:
                         self._run("ROLLBACK")
                 self._depth = 0
@@ -159,7 +165,10 @@ class Journal:
         A connection of its own, so that the loop's transactions go on meanwhile.
         """
         with contextlib.closing(sqlite3.connect(self._path, isolation_level=None)) as db:
-            db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+            try:
+                db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+            except sqlite3.Error as error:
+                raise _translate(error, self._path) from error
 
     def is_large(self) -> bool:
         """Whether the write-ahead log has grown so that `shrink` is due."""
@@ -494,14 +503,18 @@ def _open(path: str) -> sqlite3.Connection:
         db = sqlite3.connect(
             path, isolation_level=None, check_same_thread=False, cached_statements=256
         )
+        version = int(db.execute("PRAGMA user_version").fetchone()[0])
+        application = int(db.execute("PRAGMA application_id").fetchone()[0])
+        empty = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
+        new = version == 0 and empty
+        if not new:
+            _check_known(path, application=application, version=version)
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=NORMAL")
         db.execute("PRAGMA wal_autocheckpoint=0")
         db.execute("PRAGMA cache_size=-8000")
         db.execute("PRAGMA foreign_keys=OFF")
-        version = int(db.execute("PRAGMA user_version").fetchone()[0])
-        application = int(db.execute("PRAGMA application_id").fetchone()[0])
-        if version == 0 and db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
+        if new:
             db.execute("BEGIN IMMEDIATE")
             for statement in SCHEMA.split(";\n"):
                 if statement.strip():
@@ -509,9 +522,13 @@ def _open(path: str) -> sqlite3.Connection:
             db.execute(f"PRAGMA user_version={VERSION}")
             db.execute(f"PRAGMA application_id={APPLICATION_ID}")
             db.execute("COMMIT")
-            return db
     except sqlite3.Error as error:
         raise _translate(error, path) from error
+    return db
+
+
+def _check_known(path: str, *, application: int, version: int) -> None:
+    """Refuse what this program did not write, before anything of it is changed."""
     if application != APPLICATION_ID:
         raise JournalError(
             f"{path} is not a journal of hpkfs.",
@@ -524,7 +541,6 @@ def _open(path: str) -> sqlite3.Connection:
             kept="It was not touched; your work in it is safe.",
             next_step="Use the newer hpkfs that wrote it.",
         )
-    return db
 
 
 def _translate(error: sqlite3.Error, path: str) -> QuotaError | JournalError:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 UPLOADS_MAX = 8
+ANCESTORS_MAX = 1_000
 META_CONFLICT = "conflict"
 META_HEAD = "head"
 
@@ -101,6 +102,9 @@ class Publisher:
             await self._objects.swap_head(head_bytes, found[1])
             await self._acknowledge(row, folder)
             return
+        if found is not None and await self._builds_on(found[0], row):
+            await self._acknowledge(row, folder)  # its daemon was killed before it noted that
+            return
         self._check_parent(row, None if found is None else found[0])
         await self._send_objects(os.path.join(folder, "objects"))
         document = await trio.to_thread.run_sync(_read, os.path.join(folder, "snapshot.json"))
@@ -140,6 +144,21 @@ class Publisher:
 
     def _is(self, head: Head, row: Checkpoint) -> bool:
         return (head.snapshot_id, head.sha256) == (row.snapshot_id, row.sha256)
+
+    async def _builds_on(self, head: Head, row: Checkpoint) -> bool:
+        """Whether a head made elsewhere has this checkpoint among its newest ancestors."""
+        wanted, start = (row.snapshot_id, row.sha256), (row.parent_id, row.parent_sha256)
+        reference: Reference | None = Reference(head.snapshot_id, head.sha256)
+        for _ in range(ANCESTORS_MAX):
+            if reference is None or (reference.snapshot_id, reference.sha256) == start:
+                return False
+            if (reference.snapshot_id, reference.sha256) == wanted:
+                return True
+            snapshot, _document = await self._objects.get_snapshot(
+                reference, owner_id=self._owner_id
+            )
+            reference = snapshot.parent
+        return False
 
     def _check_parent(self, row: Checkpoint, head: Head | None) -> None:
         expected = (row.parent_id, row.parent_sha256)

@@ -20,6 +20,7 @@ import os
 import shutil
 from typing import TYPE_CHECKING
 
+from hpkfs.errors import QuotaError
 from hpkfs.inodes import HYDRATED, UNVERIFIED
 
 if TYPE_CHECKING:
@@ -73,8 +74,12 @@ def remove_dropped(journal: Journal, content: Content) -> None:
 
 def close(journal: Journal) -> None:
     """Note that this end is clean, and close the journal."""
-    journal.set_meta(META_RUNNING, None)
-    journal.close()
+    try:
+        journal.set_meta(META_RUNNING, None)
+    except QuotaError as error:
+        log.info("the next start takes this end for a kill, which costs nothing: %s", error)
+    finally:
+        journal.close()
 
 
 def _distrust(journal: Journal) -> None:

@@ -131,10 +131,10 @@ class Sealer:
         volume = self._volume
         since = volume.changed_since
         work = Capture(self, staging, waiting)
-        work.cut()
-        volume.changed_since = None  # what changes from here on is for the next seal
         try:
             try:
+                work.cut()
+                volume.changed_since = None  # what changes from here on is for the next seal
                 await work.store_files()
                 await work.store_database()
                 await work.store_settings()
@@ -142,7 +142,9 @@ class Sealer:
                 work.end()
             result = await self._finish(work)
         except BaseException:
-            volume.changed_since = since
+            volume.changed_since = since if since is not None else volume.changed_since
+            # The disk may be full: give back what this try took of it.
+            shutil.rmtree(staging, ignore_errors=True)
             raise
         if work.waiting:
             volume.changed_since = volume.changed_last = time.monotonic()

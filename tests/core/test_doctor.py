@@ -59,9 +59,15 @@ def test_a_device_that_may_not_be_opened_is_told_apart(
     assert "chmod 0666" in finding.remedy
 
 
-def test_a_device_that_opens_is_fine(tmp_path: Path) -> None:
+def test_a_device_that_opens_is_fine() -> None:
+    assert doctor.check_device("/dev/null", in_container=False).ok
+
+
+def test_a_file_in_the_place_of_the_device_is_no_device(tmp_path: Path) -> None:
     (tmp_path / "fuse").touch()
-    assert doctor.check_device(str(tmp_path / "fuse"), in_container=False).ok
+    finding = doctor.check_device(str(tmp_path / "fuse"), in_container=False)
+    assert not finding.ok
+    assert "is no device" in finding.detail
 
 
 def test_a_missing_helper_is_named() -> None:

@@ -125,9 +125,10 @@ async def test_a_head_that_moved_is_a_conflict_and_nothing_is_overwritten(
         assert await there.read("workspace/x.txt") == b"there"
         with pytest.raises(ConflictError):
             await there.agent.sync()
-    with pytest.raises(ConflictError):
-        async with desk(store, tmp_path / "b"):
-            pass
+    async with desk(store, tmp_path / "b") as there:  # work goes on until someone chooses
+        assert there.agent.state()[0] == "conflict"
+        assert await there.read("workspace/x.txt") == b"there"
+    assert (store / "head.json").read_bytes() == head
 
 
 async def test_what_cannot_travel_is_named_and_blocks_nothing(store: Path, tmp_path: Path) -> None:
