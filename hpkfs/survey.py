@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import stat
 import unicodedata
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hpkfs.core.attributes import target_problem
 from hpkfs.core.limits import cap_for
-from hpkfs.core.paths import fold, path_problem, to_logical
+from hpkfs.core.paths import MAX_PATH_BYTES, fold, path_problem, to_logical
 from hpkfs.core.policy import Rule
 from hpkfs.inodes import ROOT_INO, Inode
 
@@ -65,7 +66,7 @@ def survey(volume: Volume, *, stored: Collection[str], mountpoints: tuple[str, .
         mountpoints: where the tree is and was mounted, for links with an absolute target.
     """
     walk = _Walk(volume, mountpoints)
-    walk.folder(ROOT_INO, "", travelling=False)
+    walk.everything()
     walk.check_names(stored)
     return walk.found
 
@@ -77,9 +78,17 @@ class _Walk:
         self._mountpoints = mountpoints
         self._xattrs = volume.journal.all_xattrs()
         self.found = Survey()
+        # Folders to enter: number, path with a slash, whether what is in it travels. No recursion:
+        # a tree may be deeper than Python's stack (test_regression_a_tree_of_any_depth).
+        self._waiting: deque[tuple[int, str, bool]] = deque([(ROOT_INO, "", False)])
 
-    def folder(self, ino: int, prefix: str, *, travelling: bool) -> None:
-        """Walk one folder and what is below it."""
+    def everything(self) -> None:
+        """Walk the whole tree but what cannot travel."""
+        while self._waiting:
+            ino, prefix, travelling = self._waiting.popleft()
+            self._entries(ino, prefix, travelling=travelling)
+
+    def _entries(self, ino: int, prefix: str, *, travelling: bool) -> None:
         for name, inode in self._volume.walk_folder(ino):
             path = prefix + os.fsdecode(name)
             xattrs: Mapping[bytes, bytes] = self._xattrs.get(inode.ino, {})
@@ -105,10 +114,13 @@ class _Walk:
             return
         inside = travelling or decision.rule is Rule.TRAVELLING
         logical = (to_logical(entry.path + "/x") or "")[:-2]
+        if len(os.fsencode(logical)) > MAX_PATH_BYTES:
+            self._keep(entry, f"its name {path_problem(logical)}")
+            return
         if inside and logical and path_problem(logical) is None:
             self.found.folders[logical] = entry
             self.found.filled.add(logical.rpartition("/")[0])
-        self.folder(entry.inode.ino, entry.path + "/", travelling=inside)
+        self._waiting.append((entry.inode.ino, entry.path + "/", inside))
 
     def _other(self, entry: Found, *, travelling: bool) -> None:
         decision = self._policy.decide(entry.path, is_folder=False)

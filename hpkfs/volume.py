@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from hpkfs.core.paths import MAX_PATH_BYTES
 from hpkfs.core.policy import EMPTY_IGNORE, Policy, Rule
 from hpkfs.errors import QuotaError
 from hpkfs.inodes import DIRTY, ROOT_INO, Inode, InodeTable
@@ -685,21 +686,23 @@ class Volume:
         For a folder: whether anything in it can travel. For a file: whether it travels, or is
         the sidecar of a database that does.
         """
-        if inode.zone_epoch == self.zone_epoch:
-            return bool(inode.zone)
-        answer = True
-        if inode.ino != ROOT_INO:
-            above = self.inodes.get(inode.parent) if inode.parent is not None else None
-            if above is not None and not self.matters(above):
-                answer = False
-            else:
-                answer = self._decide(self.path_of(inode), is_folder=inode.is_folder)
-        inode.zone, inode.zone_epoch = answer, self.zone_epoch
+        unknown: list[Inode] = []
+        place: Inode | None = inode
+        while place is not None and place.zone_epoch != self.zone_epoch:
+            unknown.append(place)
+            above = None if place.ino == ROOT_INO else place.parent
+            place = None if above is None else self.inodes.get(above)
+        # Downwards, and not by recursion: a tree may be deeper than Python's stack.
+        answer = place is None or bool(place.zone)
+        for one in reversed(unknown):
+            if answer and one.ino != ROOT_INO:
+                answer = self._decide(self.path_of(one), is_folder=one.is_folder)
+            one.zone, one.zone_epoch = answer, self.zone_epoch
         return answer
 
     def _decide(self, path: str, *, is_folder: bool) -> bool:
         if is_folder:
-            return not self.policy.prunes(path)
+            return len(path) <= MAX_PATH_BYTES and not self.policy.prunes(path)
         name = os.fsencode(path)
         for suffix in DATABASE_SIDECARS:
             if name.endswith(suffix):

@@ -43,6 +43,8 @@ FALLOC_PUNCH_HOLE_KEEP_SIZE = 3
 CLOCK_TICK_NS = 10_000_000
 OLD_NS = -34_559_999_999_999_993  # in 1968
 GIB = 1 << 30
+DEPTH = 1_100
+DEPTH_THAT_TRAVELS = 490
 ZONES = {"local": "plugins", "travelling": "workspace"}
 number = itertools.count()
 
@@ -469,6 +471,32 @@ def test_an_unlinked_file_is_written_on_through_its_handle(folder: Path) -> None
         file.seek(0)
         assert file.read() == b"before afte"
     assert os.listdir(folder) == []
+
+
+def test_regression_a_tree_of_any_depth_works_and_travels_as_far_as_names_go(
+    mount: Mount, pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder = pair[1]
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    for level in range(DEPTH):
+        os.mkdir("d", dir_fd=fd)
+        below = os.open("d", os.O_RDONLY | os.O_DIRECTORY, dir_fd=fd)
+        os.close(fd)
+        fd = below
+        if level == DEPTH_THAT_TRAVELS - 1:
+            os.close(os.open("f", os.O_CREAT | os.O_WRONLY, dir_fd=fd))
+    (folder / "x").mkdir()
+    (folder / "x").rename(folder / "y")  # what travels is asked anew, from the root down
+    file = os.open("deepest", os.O_CREAT | os.O_WRONLY, dir_fd=fd)
+    assert os.write(file, b"x") == 1
+    os.close(file)
+    os.close(fd)
+    mount.run("sync", str(mount.path))
+    deep = folder.relative_to(mount.path) / ("d/" * DEPTH_THAT_TRAVELS) / "f"
+    with mounted(mount.store, tmp_path) as second:
+        assert (second.path / deep).exists()
+        newest = max((second.path / ".hpkfs" / "history").iterdir())
+        assert (newest / deep).exists()
 
 
 def test_a_removed_folder_takes_no_new_names(folder: Path) -> None:
