@@ -93,6 +93,7 @@ BACKUP_COPY_TRIES = 5
 JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")
 SUPER_TAIL_BYTES = 16
 HEADER_BYTES = 100
+WAL_VERSIONS = b"\x02\x02"  # the header's write and read version
 TRUNK_HEADER_BYTES = 8
 
 KEPT = "The last saved conversation stays as it is, and the live database is not touched."
@@ -190,8 +191,9 @@ def backup_database(source: str, target_dir: str) -> str:
     """Copy a database that others may be writing into `target_dir`; return the copy's path.
 
     The copy is consistent and holds what was in the source's sidecars. Where SQLite may not
-    open the source (a read-only folder, a transaction that a killed writer left), the files
-    are copied with their sidecars, so that `seal_database` recovers the copy.
+    open the source (a read-only folder, a transaction that a killed writer left), or would make
+    files beside it, the files are copied with their sidecars, so that `seal_database` recovers
+    the copy.
 
     Raises:
         TransientError: the source kept changing, or the disk failed.
@@ -199,6 +201,10 @@ def backup_database(source: str, target_dir: str) -> str:
     name = os.path.basename(source)
     target = os.path.join(target_dir, name)
     with _translated(name):
+        if _is_at_rest(source):
+            _copy_files(source, target)
+            os.chmod(target, 0o600)
+            return target
         try:
             with (
                 closing(_connect(source, "mode=ro")) as live,
@@ -732,6 +738,14 @@ def _digest_lines(digest: hashlib._Hash, rows: Iterable[tuple[object, ...]]) -> 
 
 
 # -- copying from a live home --------------------------------------------------------------
+
+
+def _is_at_rest(source: str) -> bool:
+    """Whether a database in WAL mode is open nowhere: who opens it makes a `-shm`."""
+    with open(source, "rb") as file:
+        header = file.read(HEADER_BYTES)
+    has_log = header[18:20] == WAL_VERSIONS or os.path.lexists(source + "-wal")
+    return has_log and not os.path.lexists(source + "-shm")
 
 
 def _copy_files(source: str, target: str) -> None:

@@ -302,7 +302,18 @@ class Copier:
                 copy = self._backup(path, scratch, is_conversation=is_conversation)
             except IntegrityError:
                 return _digest(path) == ours
-            return _digest(copy) == ours
+            return _digest(copy) == ours and self._has_equal_sidecars(copy, inode)
+
+    def _has_equal_sidecars(self, copy: str, inode: Inode) -> bool:
+        assert inode.parent is not None, "it was just copied"
+        assert inode.name is not None, "it was just copied"
+        for end in SIDECARS:
+            beside = self._volume.journal.lookup(inode.parent, inode.name + os.fsencode(end))
+            if (beside is not None) != os.path.exists(copy + end):
+                return False
+            if beside and _digest(copy + end) != _digest(self._volume.content.path(beside)):
+                return False
+        return True
 
 
 def _is_database(folder: str, name: bytes, shown: str) -> bool:
