@@ -39,6 +39,7 @@ from hpkfs.journal import Journal
 from hpkfs.objects import ObjectStore
 from hpkfs.publisher import META_CONFLICT, META_HEAD, Publisher, store_is_empty
 from hpkfs.refresher import META_START, Installer, load
+from hpkfs.reserve import Reserve
 from hpkfs.sealer import META_KEPT_LOCAL, Sealer, SealResult
 from hpkfs.survey import shown
 from hpkfs.volume import Replaced, Volume
@@ -66,6 +67,10 @@ CRITICAL_FILES = (
     "skills/.bundled_manifest",
 )
 LOG_TRIM_S = 3_600.0
+# Below this much free space, or this part of a small disk, clean chunks are evicted.
+FREE_BYTES_MIN = 32 << 20
+FREE_SHARE_MIN = 20
+ROOM_AGAIN_S = 60.0
 HYDRATE_FILES_AT_ONCE = 8
 RANK_DOCUMENTS = 2
 META_MOUNTPOINTS = "mountpoints"
@@ -129,7 +134,8 @@ class Agent:
         self.unclean = recovery.recover(
             self.journal, self.content, pending_folder=self.pending_folder
         )
-        self.volume = Volume(journal=self.journal, content=self.content)
+        reserve = Reserve(os.path.join(self.folder, "reserve"))
+        self.volume = Volume(journal=self.journal, content=self.content, reserve=reserve)
         self.installer = Installer(self.volume, uid=os.getuid(), gid=os.getgid())
         self.installer.make_root()
         self.sealer = Sealer(
@@ -152,6 +158,7 @@ class Agent:
         self._hydration = trio.Event()
         self._sync_lock = trio.Lock()
         self._trimmed = 0.0
+        self._room_again = 0.0
         if self.journal.has_unsealed():
             self.volume.changed_since = self.volume.changed_last = time.monotonic()
 
@@ -309,6 +316,7 @@ class Agent:
         while True:
             await trio.sleep(MAINTENANCE_S)
             try:
+                await self._keep_space()
                 self.content.save_states()
                 self.volume.bury()
                 if self.journal.dropped():
@@ -321,6 +329,16 @@ class Agent:
                     self.journal.trim_log(time.time_ns())
             except (HpkfsError, OSError) as error:
                 self.note_error(error if isinstance(error, HpkfsError) else _as_error(error))
+
+    async def _keep_space(self) -> None:
+        """Evict before the disk is full: operations without bytes of their own need some, too."""
+        disk = os.statvfs(self.folder)
+        low = min(FREE_BYTES_MIN, disk.f_blocks * disk.f_frsize // FREE_SHARE_MIN)
+        free = disk.f_bavail * disk.f_frsize
+        if free >= low or time.monotonic() < self._room_again:
+            return
+        if await self.volume.make_room(low - free) == 0:
+            self._room_again = time.monotonic() + ROOM_AGAIN_S  # all that is left is dirty
 
     async def _record_start(self) -> None:
         """Note what is read in the first minute, for the next machine's start."""

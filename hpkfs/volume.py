@@ -25,12 +25,14 @@ from hpkfs.core.paths import MAX_PATH_BYTES
 from hpkfs.core.policy import EMPTY_IGNORE, Policy, Rule
 from hpkfs.errors import QuotaError
 from hpkfs.inodes import DIRTY, ROOT_INO, Inode, InodeTable
+from hpkfs.reserve import RESERVE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from hpkfs.content import Content
     from hpkfs.journal import Journal
+    from hpkfs.reserve import Reserve
 
 NAME_BYTES_MAX = 255
 LINKS_MAX = 65_000
@@ -79,9 +81,10 @@ class Change:
 class Volume:
     """The tree of one state directory."""
 
-    def __init__(self, *, journal: Journal, content: Content) -> None:
+    def __init__(self, *, journal: Journal, content: Content, reserve: Reserve) -> None:
         self.journal = journal
         self.content = content
+        self._reserve = reserve
         self.inodes = InodeTable(journal.load)
         journal.on_rollback = self._reload
         self.policy = Policy(EMPTY_IGNORE)
@@ -624,13 +627,17 @@ class Volume:
     async def make_room(self, wanted_bytes: int) -> int:
         """Evict clean chunks of files that nobody holds open; returns the bytes freed."""
         freed = 0
-        for ino, _states in self.journal.with_states():
-            inode = self.inodes.get(ino)
-            if inode is None or self.is_open(ino):
-                continue
-            freed += await self.content.evict([inode], keep=lambda _inode: False)
-            if freed >= wanted_bytes:
-                break
+        self._reserve.give()  # the journal notes what goes, and that takes space
+        try:
+            for ino, _states in self.journal.with_states():
+                inode = self.inodes.get(ino)
+                if inode is None or self.is_open(ino):
+                    continue
+                freed += await self.content.evict([inode], keep=lambda _inode: False)
+                if freed >= wanted_bytes + RESERVE_BYTES:
+                    break
+        finally:
+            self._reserve.take()
         return freed
 
     # -- changes that come from a checkpoint ----------------------------------------------

@@ -1,4 +1,4 @@
-"""Kill the daemon under real writers, again and again: every acknowledged write is there afterwards.
+"""Kill the daemon under real writers, again and again: every acknowledged write stays.
 
 Writers are processes that note each thing they did in a file outside the mount once the call
 returned. The daemon is killed with SIGKILL after a seeded number of notes, the agent is mounted
@@ -14,7 +14,6 @@ import sqlite3
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -26,6 +25,7 @@ from support.stores import make_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 pytestmark = pytest.mark.fuse
 

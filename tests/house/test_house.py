@@ -30,7 +30,7 @@ LAYERS = (
     {"agent", "restore"},
     {"sealer", "assembly", "capture", "survey", "publisher", "refresher", "history"},
     {"volume", "recovery"},
-    {"content", "cut", "journal", "inodes", "objects", "conversations"},
+    {"content", "cut", "journal", "inodes", "objects", "reserve", "conversations"},
     {"client", "doctor", "mountpoint", "options", "places"},
     {"transport", "durable"},
     {"core"},

@@ -13,6 +13,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -388,20 +389,35 @@ def test_a_full_state_disk_answers_enospc_and_loses_nothing(store: Path, tmp_pat
 
 
 @needs_root
-@pytest.mark.xfail(strict=True, reason="eviction needs space in the journal, too")
 async def test_a_full_state_disk_gives_way_by_evicting_what_is_on_the_store(
     store: Path, tmp_path: Path
 ) -> None:
-    with tiny_disk(tmp_path / "state", 8_192) as disk:
+    with tiny_disk(tmp_path / "state", 10_240) as disk:
         old = os.urandom(2 << 20)
         async with opened(store, disk) as desk:
             await desk.write("workspace/old.bin", old)
+            new = await desk.write("workspace/new.bin", b"")
             await desk.agent.sync()
             fill(disk)
-            new = os.urandom(1 << 20)
-            await desk.write("workspace/new.bin", new)
-            assert await desk.read("workspace/new.bin") == new
+            data = os.urandom(1 << 20)
+            assert await desk.volume.write(new.ino, 0, data) == len(data)
+            assert await desk.read("workspace/new.bin") == data
             assert await desk.read("workspace/old.bin") == old
+
+
+@needs_root
+@pytest.mark.fuse
+def test_a_mount_evicts_before_its_disk_is_full(store: Path, tmp_path: Path) -> None:
+    with tiny_disk(tmp_path / "m-state", 10_240) as disk, mounted(store, tmp_path) as mount:
+        put(mount, "old.bin", os.urandom(2 << 20))
+        mount.run("sync", str(mount.path))
+        fill(disk)
+        deadline = time.monotonic() + 20
+        while mount.status("workspace/old.bin")["paths"][0]["state"] != "absent":
+            assert time.monotonic() < deadline, "nothing was evicted"
+        put(mount, "new.txt", "a name needs space, too")
+        assert len((mount.path / "workspace" / "old.bin").read_bytes()) == 2 << 20
+        mount.umount(check=None)
 
 
 @needs_root
