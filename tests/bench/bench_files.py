@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     Operation = Callable[[Path], None]
 
-ROUNDS = 5
+ROUNDS = 9
 FOLDERS = 20
 FILES_PER_FOLDER = 75
 FILE_BYTES = 2_000

@@ -58,14 +58,12 @@ class Table:
     def ratio(self, what: str, *, must: float, ours: list[float], other: list[float]) -> None:
         """Add a ratio of times: the median of the rounds' ratios."""
         got = statistics.median(a / b for a, b in zip(ours, other, strict=True))
-        detail = f"{show_s(statistics.median(ours))} and {show_s(statistics.median(other))}"
-        self.rows.append(Row(what, must, got, "x", detail))
+        self.rows.append(Row(what, must, got, "x", times(ours, other)))
 
     def more(self, what: str, *, must: float, ours: list[float], other: list[float]) -> None:
         """Add a difference of times in seconds: the median of the rounds' differences."""
         got = statistics.median(a - b for a, b in zip(ours, other, strict=True))
-        detail = f"{show_s(statistics.median(ours))} and {show_s(statistics.median(other))}"
-        self.rows.append(Row(what, must, got, "s more", detail))
+        self.rows.append(Row(what, must, got, "s more", times(ours, other)))
 
     def value(self, what: str, *, must: float, got: float, unit: str, detail: str = "") -> None:
         """Add a number that stands for itself."""
@@ -77,7 +75,7 @@ class Table:
 
     def show(self) -> None:
         print(f"\n## {self.title}\n\n{machine()}\n{commit()}\n")
-        print("| What | must be | measured | | medians |\n|---|---|---|---|---|")
+        print("| What | must be | measured | | ours and the other |\n|---|---|---|---|---|")
         for row in self.rows:
             verdict = "ok" if row.ok else "**misses**"
             must = f"≤ {row.must:g} {row.unit}"
@@ -89,14 +87,14 @@ class Table:
 
 def rounds(count: int, ways: dict[str, Callable[[], float | None]]) -> dict[str, list[float]]:
     """Measure each way once a round; a way that measures itself returns its seconds."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
+    found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(count):
         for name, way in ways.items():
             started = time.perf_counter()
             told = way()
             spent = time.perf_counter() - started if told is None else told
-            times[name].append(spent)
-    return times
+            found[name].append(spent)
+    return found
 
 
 def clock(what: Callable[[], object]) -> float:
@@ -195,6 +193,12 @@ def commit() -> str:
     name = call("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD").strip()
     changed = call("git", "-C", str(ROOT), "status", "--porcelain", "--", "hpkfs").strip()
     return f"Commit: {name}{' and uncommitted changes' if changed else ''}"
+
+
+def times(ours: list[float], other: list[float]) -> str:
+    """Both medians, and the fastest round of each: how much of it is other work of the machine."""
+    medians = f"{show_s(statistics.median(ours))} and {show_s(statistics.median(other))}"
+    return f"{medians}; fastest {show_s(min(ours))} and {show_s(min(other))}"
 
 
 def show_s(seconds: float) -> str:
