@@ -59,7 +59,6 @@ FSYNC_POINTS = ("backing.", "journal.")
 # Passed only where a second writer or a killed one left something; see test_store_points.py.
 ELSEWHERE = {"store.known.fsync"}
 CASES = sorted({(point, nth) for point, most in PASSED.items() for nth in (1, most)})
-EACH_POINT = pytest.mark.parametrize("point", sorted(PASSED))
 
 
 @pytest.fixture(scope="module")
