@@ -33,6 +33,10 @@ TOOLS = ("unshare", "nsenter", "setpriv", "mknod", "fusermount3")
 # Runs in the new namespace, as root; $1 is an empty folder, $2 the path of fusermount3.
 PREPARE = """
 set -e
+# A copy of someone's FUSE mount would keep it alive after its end.
+awk '$3 ~ /^fuse/ {print $2}' /proc/self/mounts | while read -r path; do
+    umount --lazy "$(printf '%b' "$path")" || true  # it ended meanwhile
+done
 mount -t tmpfs -o mode=0755,size=1m tmpfs "$1"
 mknod -m 0666 "$1/fuse" c 10 229
 chmod 0666 "$1/fuse"
