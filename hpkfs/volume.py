@@ -11,6 +11,7 @@ Errors of the file system are `OSError` with their errno; those of hydration and
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
@@ -101,6 +102,8 @@ class Volume:
         self._lookups: dict[int, int] = {}
         self._opens: dict[int, int] = {}
         self._dead: set[int] = set()
+        # Files that are empty now, and that a crash would empty again.
+        self._emptied: set[int] = set()
 
     # -- finding --------------------------------------------------------------------------
 
@@ -550,6 +553,7 @@ class Volume:
         else:
             absent = self._mark_dirty(inode, min(size, old), max(size, old))
             self.content.resize(inode, size)
+            inode.stale = True  # even if the journal takes no more, the size is this one
             if absent:
                 self._mark_chunks(inode, absent)
         inode.stale = True
@@ -575,7 +579,14 @@ class Volume:
         inode.dirty = 1
         self.content.resize(inode, 0)
         if marker is not None:
-            self.journal.set_meta(marker, None)
+            self._emptied.add(inode.ino)
+            with contextlib.suppress(QuotaError):  # then before the next write
+                self._is_emptied(inode.ino)
+
+    def _is_emptied(self, ino: int) -> None:
+        """Take back the journal's order to empty a file; what is written from now on stays."""
+        self.journal.set_meta(f"emptied:{ino}", None)
+        self._emptied.discard(ino)
 
     def _mark_dirty(self, inode: Inode, start: int, end: int) -> list[int]:
         """Record that [start, end) is about to change; returns absent chunks to mark afterwards.
@@ -583,6 +594,8 @@ class Volume:
         A clean chunk is marked before its bytes change. An absent one is marked after, when the
         new bytes are in place: until then the journal rightly says that it must be fetched.
         """
+        if inode.ino in self._emptied:
+            self._is_emptied(inode.ino)
         clean, absent = self.content.dirty_chunks(inode, start, end)
         if inode.dirty and not clean:
             return absent
@@ -604,10 +617,12 @@ class Volume:
         return absent
 
     def _mark_chunks(self, inode: Inode, indexes: Iterable[int]) -> None:
+        states = bytearray(inode.states)
         for index in indexes:
-            inode.states[index] = DIRTY
+            states[index] = DIRTY
+        self.journal.update(inode.ino, states=bytes(states))
+        inode.states = states
         inode.count_absent()
-        self.journal.update(inode.ino, states=bytes(inode.states))
 
     async def fsync(self, ino: int, *, data_only: bool) -> None:
         """Make the file's bytes and every operation before this one survive a power cut."""
