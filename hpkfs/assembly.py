@@ -83,6 +83,8 @@ class Assembly:
         carried: dict[str, FileRecord] = {}
         for logical, record in self._capture.base.files.items():
             path = local.get(logical)
+            if logical in self._capture.survey.beside:
+                continue
             if path is None or logical == DATABASE or self._sealer.holds(path):
                 carried[logical] = record
         return carried

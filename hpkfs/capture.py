@@ -77,7 +77,8 @@ class Capture:
         self._known = self._known_objects()
         self.files: dict[str, FileRecord] = {}
         self._database: list[Found] = []
-        self._generations: list[tuple[Inode, int]] = []
+        # Inodes that were sealed as an image, and their generations at the cut.
+        self._generations: dict[int, int] = {}
         self._database_base: tuple[FileRecord | None, bytes] = (None, b"")
         self._base_digest = self._journal.get_meta(META_DATABASE_DIGEST)
         self._digest: str | None = None
@@ -109,38 +110,48 @@ class Capture:
             if logical == DATABASE:
                 self._cut_database(entry)
                 continue
-            if entry.path in self.waiting or not _has_new_bytes(entry.inode):
+            if entry.path in self.waiting or not self._needs_capture(entry):
                 continue
-            inode = self._volume.get(entry.inode.ino)
-            sidecars = self._sealer.sidecars(entry.inode)
-            if not sidecars and inode.size <= INLINE_BYTES_MAX and total < INLINE_SUM_MAX:
+            inode = entry.inode = self._volume.get(entry.inode.ino)
+            small = inode.size <= INLINE_BYTES_MAX and total < INLINE_SUM_MAX
+            if small and not entry.sidecars:
                 data = os.pread(self._volume.content.fd(inode), inode.size, 0)
                 if not data.startswith(SQLITE_MAGIC):
                     self._inline[logical] = data
                     total += len(data)
                     continue
-            entry.sidecars = sidecars
-            for one in (inode, *sidecars):
-                if one.ino not in self._cuts:
-                    self._cuts[one.ino] = self._volume.content.cut(one)
+            self._cut_entry(entry)
         self._cut_config()
 
     def _cut_database(self, entry: Found) -> None:
-        sidecars = self._sealer.sidecars(entry.inode)
-        changed = entry.inode.dirty or any(inode.dirty for inode in sidecars)
-        if not changed or entry.path in self.waiting:
+        if not entry.dirty or entry.path in self.waiting:
             return
-        inode = self._volume.get(entry.inode.ino)
+        inode = entry.inode = self._volume.get(entry.inode.ino)
         if inode.absent:
             self.waiting = (*self.waiting, entry.path)
             return
-        entry.inode = inode
-        entry.sidecars = sidecars
         self._database_base = (inode.record, bytes(inode.states))
-        for one in (inode, *sidecars):
-            self._cuts[one.ino] = self._volume.content.cut(one)
+        self._cut_entry(entry)
         self._database = [entry]
-        self._generations = [(one, one.generation) for one in (inode, *sidecars)]
+
+    def _cut_entry(self, entry: Found) -> None:
+        """Freeze a file and the logs beside it."""
+        entry.generation = entry.inode.generation
+        entry.sidecars = [self._volume.get(inode.ino) for inode in entry.sidecars]
+        for one in (entry.inode, *entry.sidecars):
+            if one.ino not in self._cuts:
+                self._cuts[one.ino] = self._volume.content.cut(one)
+            if entry.sidecars or entry.logical == DATABASE:
+                self._generations[one.ino] = one.generation
+
+    def _needs_capture(self, entry: Found) -> bool:
+        """Whether a file's bytes may be others than those of the record that it has or had."""
+        if entry.dirty:
+            return True
+        if entry.inode.record_text is not None:
+            return False
+        known = self.base is not None and entry.logical in self.base.files
+        return not (known and entry.sidecars)  # sealed as an image, and nothing changed since
 
     def _cut_config(self) -> None:
         try:
@@ -158,7 +169,7 @@ class Capture:
         if inline:
             records = await trio.to_thread.run_sync(self._store_inline, inline)
             self.new.update(records)
-        for logical, entry in self.survey.files.items():
+        for logical, entry in list(self.survey.files.items()):
             if logical == DATABASE or entry.inode.ino not in self._cuts:
                 continue
             cut = self._cuts[entry.inode.ino]
@@ -169,6 +180,8 @@ class Capture:
             await self._copy_sidecars(entry, path)
             try:
                 record = await trio.to_thread.run_sync(self._store_image, logical, path)
+            except QuotaError:
+                raise
             except HpkfsError as error:
                 self._fail(entry, f"cannot be captured: {error.happened}")
                 continue
@@ -365,6 +378,9 @@ class Capture:
     def settle(self) -> None:
         """Mark clean what did not change since the cut; inside the caller's transaction."""
         for entry in [*self._sealed, *self._touched()]:
+            if entry.sidecars:
+                self._settle_image(entry)
+                continue
             inode = self._volume.inodes.get(entry.inode.ino)
             if inode is None:
                 continue
@@ -395,7 +411,8 @@ class Capture:
                 base_mode=mode,
             )
         if self._database_done:
-            self._settle_database()
+            self._settle_image(self._database[0])
+            self._journal.set_meta(META_DATABASE_DIGEST, self._digest)
         if self._config_digest is not None:
             self._journal.set_meta(META_CONFIG, self._config_digest)
 
@@ -415,16 +432,15 @@ class Capture:
             )
         ]
 
-    def _settle_database(self) -> None:
-        """The live database is not the sealed one: it only stops being dirty."""
-        for inode, generation in self._generations:
-            if inode.generation != generation:
-                self._journal.log(time.time_ns(), "write", "state.db", "during a seal")
+    def _settle_image(self, entry: Found) -> None:
+        """A live database is not the sealed one: it only stops being dirty, with its logs."""
+        for inode in (entry.inode, *entry.sidecars):
+            if inode.generation != self._generations[inode.ino]:
+                self._journal.log(time.time_ns(), "write", shown(entry.path), "during a seal")
                 continue
             inode.dirty = 0
             inode.set_record(None, bytearray())
             self._journal.update(inode.ino, dirty=0, record=None, states=None)
-        self._journal.set_meta(META_DATABASE_DIGEST, self._digest)
 
     def end(self) -> None:
         """Let writers go on unhindered."""
@@ -434,11 +450,6 @@ class Capture:
         for inode in inodes:
             if self._cuts.pop(inode.ino, None) is not None:
                 self._volume.content.end_cut(inode)
-
-
-def _has_new_bytes(inode: Inode) -> bool:
-    """Whether a file's bytes may be others than those of its record."""
-    return bool(inode.dirty) or inode.record_text is None
 
 
 def _seal_base(folder: str) -> conversations.Sealed:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from hpkfs.assembly import Assembly
-from hpkfs.capture import Capture, empty_folder
+from hpkfs.capture import SQLITE_MAGIC, Capture, empty_folder
 from hpkfs.core import attributes as sidecar
 from hpkfs.core.documents import (
     HERMES_RUNTIME,
@@ -36,6 +36,7 @@ from hpkfs.core.paths import DATABASE, to_local
 from hpkfs.core.policy import EMPTY_IGNORE, parse_ignore
 from hpkfs.core.portable import encode_portable
 from hpkfs.errors import HpkfsError
+from hpkfs.inodes import ABSENT, UNVERIFIED
 from hpkfs.refresher import (
     META_ATTRIBUTES,
     META_PORTABLE,
@@ -56,6 +57,8 @@ log = logging.getLogger(__name__)
 
 IGNORE_PATH = "workspace/.pubkyignore"
 IGNORE_BYTES_MAX = 65_536
+
+SIDECAR_SUFFIXES = ("-wal", "-shm", "-journal")
 
 META_KEPT_LOCAL = "kept_local"
 META_CORRUPT = "corrupt"
@@ -105,7 +108,36 @@ class Sealer:
         """What the tree holds for the next snapshot."""
         base = self._installer.base()
         stored = base[0].files if base else {}
-        return survey(self._volume, stored=stored, mountpoints=self._mountpoints)
+        found = survey(self._volume, stored=stored, mountpoints=self._mountpoints)
+        if (entry := found.files.get(DATABASE)) is not None:
+            entry.sidecars = self._sidecars(entry.inode)
+        for logical in [path for path in found.files if path.endswith(SIDECAR_SUFFIXES)]:
+            self._pair(found, logical)
+        return found
+
+    def _pair(self, found: Survey, logical: str) -> None:
+        """Take a `-wal`, `-shm` or `-journal` as a part of the database that it stands beside.
+
+        Where neither changed they stay two files, as another program stored them: without its log
+        the stored database would lack what is in it.
+        """
+        beside = found.files[logical]
+        entry = found.files.get(logical.rpartition("-")[0])
+        if entry is None or entry.logical == DATABASE or not self._is_database(entry.inode):
+            return
+        inode = entry.inode
+        if not (inode.dirty or beside.inode.dirty or inode.record_text is None):
+            return
+        del found.files[logical]
+        found.beside.add(logical)
+        if not logical.endswith("-shm") and beside.inode.size:
+            entry.sidecars.append(beside.inode)
+
+    def _is_database(self, inode: Inode) -> bool:
+        if not inode.size or (inode.states and inode.states[0] in (ABSENT, UNVERIFIED)):
+            return False
+        head = os.pread(self._volume.content.fd(inode), len(SQLITE_MAGIC), 0)
+        return head == SQLITE_MAGIC
 
     # -- the seal -------------------------------------------------------------------------
 
@@ -168,10 +200,8 @@ class Sealer:
     async def _hydrate_dirty(self) -> tuple[str, ...]:
         """Fetch the rest of every dirty file: its digest needs all bytes."""
         waiting: list[str] = []
-        for logical, entry in self.survey().files.items():
-            sidecars = self.sidecars(entry.inode) if logical == DATABASE else []
-            changed = entry.inode.dirty or any(inode.dirty for inode in sidecars)
-            if changed and entry.inode.absent:
+        for entry in self.survey().files.values():
+            if entry.dirty and entry.inode.absent:
                 inode = self._volume.get(entry.inode.ino)
                 try:
                     await self._volume.content.hydrate(inode)
@@ -181,7 +211,7 @@ class Sealer:
                     waiting.append(entry.path)
         return tuple(waiting)
 
-    def sidecars(self, inode: Inode) -> list[Inode]:
+    def _sidecars(self, inode: Inode) -> list[Inode]:
         """The `-wal` and `-journal` beside a file, which hold a part of a database's content."""
         parent, name = inode.parent, inode.name
         if parent is None or name is None:
@@ -288,8 +318,6 @@ class Sealer:
             for logical, entry in survey.files.items()
             if _changed(entry, stored.get(logical))
         ]
-        if (entry := survey.files.get(DATABASE)) is not None:
-            dirty += [os.fsdecode(i.name or b"") for i in self.sidecars(entry.inode) if i.dirty]
         shown_paths = visible_files(base[0]) if base else {}
         gone = {path for path in shown_paths if path != "state.db" and not self.holds(path)}
         attributes = self._installer.base_attributes()
@@ -332,15 +360,14 @@ class Sealer:
 
 
 def _changed(entry: Found, stored: FileRecord | None) -> bool:
-    inode = entry.inode
-    if stored is None or inode.dirty:
+    if stored is None or entry.dirty:
         return True
-    mode = stat.S_IMODE(inode.mode) & 0o777
-    if entry.logical == DATABASE:
-        return False
+    inode = entry.inode
+    if entry.logical == DATABASE or (inode.record is None and entry.sidecars):
+        return False  # what was sealed is not the live file
     return (
         inode.record is None
         or inode.record.sha256 != stored.sha256
         or inode.base_mtime_ns != inode.mtime_ns
-        or inode.base_mode != mode
+        or inode.base_mode != stat.S_IMODE(inode.mode) & 0o777
     )

@@ -45,6 +45,11 @@ class Found:
     xattrs: dict[bytes, bytes]
     sidecars: list[Inode] = field(default_factory=list)
 
+    @property
+    def dirty(self) -> bool:
+        """Whether its bytes, or those of a log beside it, changed since the last seal."""
+        return bool(self.inode.dirty) or any(inode.dirty for inode in self.sidecars)
+
 
 @dataclass(slots=True)
 class Survey:
@@ -55,6 +60,8 @@ class Survey:
     folders: dict[str, Found] = field(default_factory=dict)
     filled: set[str] = field(default_factory=set)
     kept: list[Kept] = field(default_factory=list)
+    # Logical paths of files that are a part of the database beside them, and do not travel.
+    beside: set[str] = field(default_factory=set)
 
 
 def survey(volume: Volume, *, stored: Collection[str], mountpoints: tuple[str, ...]) -> Survey:

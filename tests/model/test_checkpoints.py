@@ -262,6 +262,45 @@ async def test_a_database_is_sealed_with_its_write_ahead_log(tmp_path: Path, sto
         assert not there.exists("state.db-wal")
 
 
+async def test_any_database_is_sealed_with_its_log_and_without_its_sidecars(
+    store: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "live.db"
+    live = sqlite3.connect(path, isolation_level=None)
+    live.execute("PRAGMA journal_mode=WAL")
+    live.execute("PRAGMA wal_autocheckpoint=0")
+    live.execute("CREATE TABLE t(a)")
+    live.execute("INSERT INTO t VALUES('in the log')")
+    image, write_ahead_log = _image(path)
+    async with desk(store, tmp_path / "a") as here:
+        await here.write("workspace/notes.db", image)
+        await here.write("workspace/notes.db-wal", write_ahead_log)
+        await here.write("workspace/notes.db-shm", b"shared memory")
+        await here.write("workspace/plain-wal", b"no database beside it")
+        assert (await here.agent.sync())["state"] == "clean"
+        paths = here.paths()
+        assert {"workspace/notes.db", "workspace/plain-wal"} <= paths
+        assert not paths & {"workspace/notes.db-wal", "workspace/notes.db-shm"}
+        assert (await here.agent.sync())["sealed"] is None
+        await here.write("workspace/other.txt", b"x")
+        await here.agent.sync()
+        assert "workspace/notes.db" in here.paths()
+        assert await here.read("workspace/notes.db-wal") == write_ahead_log
+    async with desk(store, tmp_path / "b") as there:
+        copy = tmp_path / "copy.db"
+        copy.write_bytes(await there.read("workspace/notes.db"))
+        assert not there.exists("workspace/notes.db-wal")
+    live.close()
+    with sqlite3.connect(copy) as db:
+        assert db.execute("SELECT a FROM t").fetchall() == [("in the log",)]
+    async with desk(store, tmp_path / "a") as here:
+        await here.write("workspace/notes.db", path.read_bytes())
+        here.remove("workspace/notes.db-wal")
+        here.remove("workspace/notes.db-shm")
+        assert (await here.agent.sync())["state"] == "clean"
+        assert here.agent.path_status("workspace/notes.db")["sha256"] is not None
+
+
 async def test_merely_opening_the_database_makes_no_checkpoint(store: Path, tmp_path: Path) -> None:
     async with desk(store, tmp_path / "a") as here:
         data = bytearray(await here.read("state.db"))

@@ -546,9 +546,6 @@ def test_promise_19_only_portable_settings_travel(mount: Mount, tmp_path: Path) 
         other.clean()
 
 
-@pytest.mark.xfail(
-    strict=True, reason="databases other than state.db are sealed as bare files, sidecars too"
-)
 def test_promise_20_a_database_is_saved_while_it_is_written(mount: Mount, tmp_path: Path) -> None:
     path = mount.path / "workspace" / "notes.db"
     db = sqlite3.connect(path, isolation_level=None)
