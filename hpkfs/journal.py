@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import sqlite3
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hpkfs.errors import JournalError, QuotaError
+from hpkfs.errors import IntegrityError, JournalError, QuotaError
 from hpkfs.inodes import ROOT_INO, Inode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from hpkfs.durable import Disk
+
+log = logging.getLogger(__name__)
 
 VERSION = 1
 APPLICATION_ID = 0x68706B66  # "hpkf"
@@ -94,6 +97,7 @@ class Journal:
         self._disk = disk
         self._wal_fd: int | None = None
         self._unsynced = False
+        self._failed = False
         self._depth = 0
         self._sync_lock = threading.Lock()
         self._names: dict[tuple[int, bytes], int] = {}
@@ -126,6 +130,8 @@ class Journal:
         if self._depth:
             yield
             return
+        if self._failed:
+            raise _disk_failed(self._path)
         try:
             self._run("BEGIN IMMEDIATE")
             self._depth = 1
@@ -146,8 +152,14 @@ class Journal:
             raise _translate(error, self._path) from error
 
     def sync(self) -> None:
-        """Make every committed transaction survive a power cut. Blocking; any thread."""
+        """Make every committed transaction survive a power cut. Blocking; any thread.
+
+        Once the disk failed here no transaction is accepted until the next mount: the kernel
+        drops the pages that it could not write, so a second fsync would succeed falsely.
+        """
         with self._sync_lock:
+            if self._failed:
+                raise _disk_failed(self._path)
             if not self._unsynced:
                 return
             self._unsynced = False
@@ -155,8 +167,11 @@ class Journal:
                 if self._wal_fd is None:
                     self._wal_fd = os.open(self._path + "-wal", os.O_RDONLY)
                 self._disk.fsync_file(self._wal_fd, point="journal.wal.fsync")
-            except BaseException:
+            except BaseException as error:
                 self._unsynced = True
+                if isinstance(error, IntegrityError):
+                    self._failed = True
+                    log.error("the disk failed under the journal; nothing more is accepted")
                 raise
 
     def shrink(self) -> None:
@@ -541,6 +556,14 @@ def _check_known(path: str, *, application: int, version: int) -> None:
             kept="It was not touched; your work in it is safe.",
             next_step="Use the newer hpkfs that wrote it.",
         )
+
+
+def _disk_failed(path: str) -> JournalError:
+    return JournalError(
+        f"The disk failed while {path} was made durable.",
+        kept="What the mount shows is still there to be read; copy what matters.",
+        next_step="Check the disk, then unmount and mount again.",
+    )
 
 
 def _translate(error: sqlite3.Error, path: str) -> QuotaError | JournalError:
