@@ -20,7 +20,7 @@ import os
 import shutil
 from typing import TYPE_CHECKING
 
-from hpkfs.errors import QuotaError
+from hpkfs.errors import JournalError, QuotaError
 from hpkfs.inodes import HYDRATED, UNVERIFIED
 
 if TYPE_CHECKING:
@@ -75,11 +75,8 @@ def remove_dropped(journal: Journal, content: Content) -> None:
 def close(journal: Journal) -> None:
     """Note that this end is clean, and close the journal."""
     try:
-        try:
         journal.set_meta(META_RUNNING, None)
-    except HpkfsError as error:
-        log.info("the next start will take this end for a crash: %s", error)
-    except QuotaError as error:
+    except (JournalError, QuotaError) as error:
         log.info("the next start takes this end for a kill, which costs nothing: %s", error)
     finally:
         journal.close()
