@@ -169,29 +169,36 @@ class Capture:
         if inline:
             records = await trio.to_thread.run_sync(self._store_inline, inline)
             self.new.update(records)
+        stored: dict[int, FileRecord | str] = {}
         for logical, entry in list(self.survey.files.items()):
-            if logical == DATABASE or entry.inode.ino not in self._cuts:
+            ino = entry.inode.ino
+            if logical == DATABASE or ino not in self._cuts:
                 continue
-            cut = self._cuts[entry.inode.ino]
-            image = os.path.join(self.staging, "image")
-            path = os.path.join(image, "file")
-            await trio.to_thread.run_sync(empty_folder, image)
-            await cut.copy_to(path)
-            await self._copy_sidecars(entry, path)
-            try:
-                record = await trio.to_thread.run_sync(self._store_image, logical, path)
-            except QuotaError:
-                raise
-            except HpkfsError as error:
-                self._fail(entry, f"cannot be captured: {error.happened}")
-                continue
-            if record is None:
-                self._fail(entry, "holds a private key")
+            if ino not in stored:  # a cut is read once; a hard link has the same bytes
+                stored[ino] = await self._store_cut(entry)
+            record = stored[ino]
+            if isinstance(record, str):
+                self._fail(entry, record)
             else:
                 self.new[logical] = record
         for logical in self._inline.keys() | self.new.keys():
             if logical in self.survey.files:
                 self._sealed.append(self.survey.files[logical])
+
+    async def _store_cut(self, entry: Found) -> FileRecord | str:
+        """The record of a file's cut, or why it stays local."""
+        image = os.path.join(self.staging, "image")
+        path = os.path.join(image, "file")
+        await trio.to_thread.run_sync(empty_folder, image)
+        await self._cuts[entry.inode.ino].copy_to(path)
+        await self._copy_sidecars(entry, path)
+        try:
+            record = await trio.to_thread.run_sync(self._store_image, entry.logical, path)
+        except QuotaError:
+            raise
+        except HpkfsError as error:
+            return f"cannot be captured: {error.happened}"
+        return "holds a private key" if record is None else record
 
     async def _copy_sidecars(self, entry: Found, path: str) -> None:
         for inode in entry.sidecars:
