@@ -183,9 +183,26 @@ def all_mounts() -> list[MountRecord]:
         record = _parse_record(socket_path, fields)
         if record is not None and _lives(record):
             found.append(record)
+        elif record is not None and _is_there(record):
+            continue  # a dead mount: only its record knows where its state is
         elif places.read_small_json(places.record_path(socket_path)) == fields:
             places.unregister(socket_path)
     return sorted(found, key=lambda record: record.mountpoint)
+
+
+def _is_there(record: MountRecord) -> bool:
+    there = mountpoint.mount_on(record.mountpoint)
+    return there is not None and there.is_ours
+
+
+def find_dead_mount(text: str) -> MountRecord | None:
+    """Find the record of a mount whose daemon was killed, by a path in it; touches no such path."""
+    around = mountpoint.mount_around(mountpoint.resolve(text))
+    for socket_path, fields in places.registered():
+        record = _parse_record(socket_path, fields)
+        if record is not None and around is not None and record.mountpoint == around.path:
+            return record
+    return None
 
 
 def find_mount(text: str) -> MountRecord | None:

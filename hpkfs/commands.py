@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hpkfs import mountpoint, places, show
 from hpkfs.arguments import parse_checkpoint
-from hpkfs.client import ControlClient, MountRecord, all_mounts, find_mount
+from hpkfs.client import ControlClient, MountRecord, all_mounts, find_dead_mount, find_mount
 from hpkfs.errors import TransientError, UsageError
 from hpkfs.terminal import Progress, print_json, print_result, say
 
@@ -259,14 +259,16 @@ def _relative(record: MountRecord, path: str) -> str:
 
 def _unmounted(args: argparse.Namespace) -> tuple[str, str | None]:
     """Return address and named state directory of an agent without a daemon."""
-    text = args.target
+    text, state_dir = args.target, args.state_dir
     if not places.has_scheme(text):
+        dead = find_dead_mount(text)
+        state_dir = state_dir or (dead.state_dir if dead else None)
         path = mountpoint.resolve(text)
         there = mountpoint.mount_around(path)
         # A dead mount and the bare directory below one both tell whose they are.
         text = (there.source if there is not None else mountpoint.bare_uri(path)) or text
     store, _ = places.resolve_uri(text)
-    return str(store), absolute(args.state_dir)
+    return str(store), absolute(state_dir)
 
 
 def absolute(path: str | None) -> str | None:

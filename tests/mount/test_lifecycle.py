@@ -309,3 +309,35 @@ def contents_of(path: Path) -> dict[str, Any]:
             if file.is_file() and not file.is_symlink():
                 found[str(file.relative_to(path))] = file.read_bytes()
     return found
+
+
+# -- after a kill -------------------------------------------------------------------------------
+
+
+def test_regression_a_mount_whose_daemon_was_killed_says_what_is_not_saved(
+    store: Path, tmp_path: Path
+) -> None:
+    with mounted(store, tmp_path) as mount:
+        (mount.path / "workspace").mkdir(exist_ok=True)
+        (mount.path / "workspace" / "unsaved.txt").write_text("unsaved")
+        mount.kill()
+        for _ in range(2):
+            done = mount.run("status", str(mount.path), "--json", check=2)
+            status = json.loads(done.stdout)
+            assert (status["state"], status["state_dir"]) == ("dirty", str(mount.state))
+            assert "workspace/unsaved.txt" in status["dirty"]
+        done = mount.umount(check=2)
+        assert "safe on this machine" in done.stdout
+        assert not mount.is_mounted()
+        mount.run("sync", str(store), "--state-dir", str(mount.state))
+    assert on_the_store(store, tmp_path)["workspace/unsaved.txt"] == b"unsaved"
+
+
+def test_sync_without_a_mount_sends_what_no_publish_left(store: Path, tmp_path: Path) -> None:
+    with mounted(store, tmp_path) as mount:
+        (mount.path / "SOUL.md").write_text("later")
+        mount.umount("--no-publish", check=2)
+        mount.run("status", str(store), "--state-dir", str(mount.state), check=2)
+        mount.run("sync", str(store), "--state-dir", str(mount.state))
+        mount.run("status", str(store), "--state-dir", str(mount.state))
+    assert on_the_store(store, tmp_path)["SOUL.md"] == b"later"
