@@ -59,13 +59,14 @@ class Copier:
         self, volume: Volume, *, exclude: Sequence[str], workspaces: Sequence[str] = ()
     ) -> None:
         self._volume = volume
-        self._exclude = {os.path.realpath(path) for path in exclude if path}
+        self._exclude = {(s.st_dev, s.st_ino) for s in map(os.stat, filter(None, exclude))}
         self._workspaces = workspaces
         self._scratch = os.path.dirname(volume.content.path(ROOT_INO))
         self._inodes: list[Inode] = []
         self._dentries: list[tuple[int, bytes, int]] = []
         self._linked: dict[tuple[int, int], Inode] = {}
         self._nlinks: dict[int, int] = {}
+        self._todo: list[tuple[str, int, str]] = []  # folders: source, inode number, shown path
         self.done = Copied()
 
     def tree(self, source: str, target: str, *, leave_out: tuple[str, ...] = ()) -> None:
@@ -74,6 +75,8 @@ class Copier:
         if target:
             parent = self._folder_inode(ROOT_INO, os.fsencode(target), os.stat(source)).ino
         self._folder(source, parent, target, {*map(os.fsencode, leave_out), CONTROL_NAME})
+        while self._todo:  # not by recursion: folders may lie deeper than Python's stack
+            self._folder(*self._todo.pop(), set())
 
     def empty_folder(self, name: str, like: str) -> None:
         """Make a folder of the root, owned as the folder `like` is."""
@@ -108,9 +111,9 @@ class Copier:
             text = os.fsdecode(name)
             path = os.path.join(source, text)
             place = f"{shown}/{text}" if shown else text
-            if name in leave_out or os.path.realpath(path) in self._exclude:
+            if name in leave_out:
                 if name != CONTROL_NAME:
-                    self._skip(place, "is taken from elsewhere or belongs to hpkfs")
+                    self._skip(place, "is taken from elsewhere")
                 continue
             if _database_of(name) in databases:
                 continue  # its content comes with the database
@@ -129,10 +132,12 @@ class Copier:
         found = os.lstat(path)
         if len(name) > NAME_BYTES_MAX:
             self._skip(place, "has too long a name")
+        elif (found.st_dev, found.st_ino) in self._exclude:
+            self._skip(place, "belongs to hpkfs")
         elif stat.S_ISDIR(found.st_mode):
             inode = self._folder_inode(parent, name, found)
             self.done.folders += 1
-            self._folder(path, inode.ino, place, set())
+            self._todo.append((path, inode.ino, place))
         elif stat.S_ISLNK(found.st_mode):
             target = os.readlink(os.fsencode(path))
             inode = self._make(found, parent, name)
@@ -255,12 +260,16 @@ class Copier:
         """
         found: list[str] = []
         skipped = {path for path, _ in self.done.skipped}
-        self._compare(source, ROOT_INO, "", skipped, found)
+        todo = [(source, ROOT_INO, "")]
+        while todo and len(found) < DIFFERENCES_MAX:
+            todo += self._compare(*todo.pop(), skipped, found)
         return found
 
     def _compare(
         self, source: str, parent: int, shown: str, skipped: set[str], found: list[str]
-    ) -> None:
+    ) -> list[tuple[str, int, str]]:
+        """Compare one folder; return the folders in it, to be compared next."""
+        folders = []
         names = sorted(os.listdir(os.fsencode(source)))
         databases = {name for name in names if _is_database(source, name, shown)}
         copied = dict(self._volume.walk_folder(parent))
@@ -273,17 +282,16 @@ class Copier:
                 continue
             if _database_of(name) in databases:
                 continue  # compared with the database
-            if len(found) >= DIFFERENCES_MAX:
-                return
             if inode is None or not self._is_equal(path, inode, is_database=name in databases):
                 found.append(_shown(place))
             elif inode.is_folder:
-                self._compare(path, inode.ino, place, skipped, found)
+                folders.append((path, inode.ino, place))
         found += [
             _shown(f"{shown}/{text}" if shown else text)
             for text in map(os.fsdecode, copied)
             if (shown or text != WORKSPACE) and _database_of(os.fsencode(text)) not in databases
         ]
+        return folders
 
     def _is_equal(self, path: str, inode: Inode, *, is_database: bool) -> bool:
         status = os.lstat(path)

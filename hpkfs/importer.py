@@ -8,6 +8,7 @@ point and the home is as it was.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -175,9 +176,9 @@ def _check_adoptable(directory: str, store: StoreUri, state_dir: str) -> None:
         )
     inner = [state_dir, *([store.path] if isinstance(store, FileStore) else [])]
     for path in inner:
-        if (path + "/").startswith(directory.rstrip("/") + "/"):
+        if os.path.commonpath((path, directory)) in (path, directory):
             raise UsageError(
-                f"{path} lies in {directory}, which is going to be moved.",
+                f"{path} and {directory}, which is going to be moved, lie one in the other.",
                 kept="Nothing was touched.",
                 next_step="Name another place for it.",
             )
@@ -236,6 +237,19 @@ def _move_aside(directory: str) -> str:
         os.rename(before, directory)
         raise
     return before
+
+
+def put_back(directory: str) -> None:
+    """Undo `adopt` in a directory that is not mounted: the home is in its place again.
+
+    Raises:
+        OSError: the directory holds more than a bare mountpoint does; nothing is lost.
+    """
+    for name in mountpoint.MARKERS:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(directory, name))
+    os.rmdir(directory)
+    os.rename(directory + BEFORE_SUFFIX, directory)
 
 
 async def _init(store: StoreUri, source: Source, state_dir: str) -> dict[str, object]:

@@ -60,14 +60,18 @@ def adopt(args: argparse.Namespace) -> int:
     if args.uri is None:
         name = os.path.basename(directory).lstrip(".") or "agent"
         args.uri = os.path.join(places.home(), "agents", name)
-    store, _ = places.resolve_uri(args.uri)
+    store, at = places.resolve_uri(args.uri)
+    if at is not None:
+        raise UsageError("A new agent has no checkpoint yet.", next_step="Leave out the @ part.")
     _check_can_mount(allow_other=False)
     state_dir = absolute(args.state_dir)
     result = importer.adopt(directory, str(store), state_dir)
     places.note_store(places.state_dir(store, state_dir), str(store))
     quoted = shlex.quote(directory)
+    # A mount that is busy must not be touched, one that is gone must not stop the rest.
     undo = (
-        f"hpkfs umount {quoted} && rm -f {quoted}/cron {quoted}/NOT-MOUNTED.txt && "
+        f"{{ hpkfs umount {quoted} || ! mountpoint -q {quoted}; }} && "
+        f"rm -f {quoted}/cron {quoted}/NOT-MOUNTED.txt && "
         f"rmdir {quoted} && mv {shlex.quote(directory + '.before-hpkfs')} {quoted}"
     )
     result = {"undo": undo, **result}
@@ -78,7 +82,14 @@ def adopt(args: argparse.Namespace) -> int:
     named = ["--state-dir", state_dir] if state_dir else []
     command = [sys.executable, "-m", "hpkfs.cli", "mount", str(store), directory, *named]
     # A process of its own, since a daemon forks before anything heavy is imported.
-    return subprocess.run(command, stdout=sys.stderr, check=False).returncode
+    code = subprocess.run(command, stdout=sys.stderr, check=False).returncode
+    if code != 0 and mountpoint.mount_on(directory) is None:
+        importer.put_back(directory)
+        warn(
+            f"{directory} is as it was, because it could not be mounted. Remove the store "
+            f"{store} and {result['state_dir']} before you try again."
+        )
+    return code
 
 
 def mount(args: argparse.Namespace) -> int:

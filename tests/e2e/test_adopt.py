@@ -20,7 +20,7 @@ import pytest
 from support import hermes
 from support.mounts import Mount
 
-from hpkfs import importer
+from hpkfs import cli, importer
 from hpkfs.copier import Copier
 from hpkfs.errors import BusyError, HpkfsError, QuotaError
 
@@ -32,11 +32,12 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.fuse]
 
 GIB = 1 << 30
+DEEP = 1_200  # more than Python's stack
 NFD = unicodedata.normalize("NFD", "Café.md")
 UNDO_TIMEOUT_S = 60
 KILLED_BEFORE_THE_SEAL = """
 import os
-from hpkfs import importer
+from hpkfs import cli, importer
 from hpkfs.copier import Copier
 flush = Copier.flush
 def flush_and_die(copier):
@@ -164,6 +165,33 @@ def test_an_undone_adoption_can_be_done_again_elsewhere(home: Path, mount: Mount
     adopted(mount, home)
     assert (home / "SOUL.md").read_bytes() == b"I am small.\n"
     mount.umount()
+
+
+def test_a_home_that_cannot_be_mounted_after_all_is_put_back(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        Path(command[5], "cron").touch()
+        return subprocess.CompletedProcess(command, 1)
+
+    before = whole(home)
+    monkeypatch.setattr(subprocess, "run", fail)
+    state = ("--state-dir", str(tmp_path / "state"))
+    assert cli.main(["adopt", str(home), f"file://{tmp_path}/store", *state]) == 1
+    assert whole(home) == before
+    assert f"{home} is as it was" in capfd.readouterr().err
+
+
+def test_an_adoption_killed_between_its_two_steps_says_how_to_go_back(
+    home: Path, mount: Mount
+) -> None:
+    before = whole(home)
+    Path(home).rename(f"{home}.before-hpkfs")
+    done = mount.run("adopt", str(home), f"file://{mount.store}", check=1)
+    command = f"mv {home}.before-hpkfs {home}"
+    assert f"`{command}`" in done.stderr
+    subprocess.run(command.split(), check=True, timeout=UNDO_TIMEOUT_S)
+    assert whole(home) == before
 
 
 def test_a_home_in_use_is_not_adopted_and_the_program_is_named(home: Path, mount: Mount) -> None:
@@ -386,6 +414,26 @@ def test_oddities_of_a_home_are_taken_over_or_reported(home: Path, mount: Mount)
     mount.umount()
 
 
+def test_folders_deeper_than_the_stack_are_taken_over(home: Path, mount: Mount) -> None:
+    deep = str(home / "workspace")
+    try:
+        for _ in range(DEEP):
+            deep += "/d"
+            os.mkdir(deep)
+        Path(deep, "deep.md").write_text("deep\n")
+        report = make(mount, home)
+    finally:  # nor can Python remove it
+        command = ("rm", "-rf", str(home / "workspace" / "d"))
+        subprocess.run(command, timeout=UNDO_TIMEOUT_S, check=True)
+    assert report["skipped"] == []
+    assert [entry["reason"] for entry in report["kept_local"]] == [
+        "its name is longer than 1,024 bytes"
+    ]
+    mount.mount()
+    assert Path(str(mount.path) + deep.removeprefix(str(home)), "deep.md").read_text() == "deep\n"
+    mount.umount()
+
+
 def test_a_database_with_a_running_writer_is_taken_over_as_of_one_instant(
     home: Path, mount: Mount
 ) -> None:
@@ -439,6 +487,21 @@ def test_an_interrupted_import_is_begun_anew(home: Path, mount: Mount) -> None:
     assert report["exit_code"] == 0
     mount.mount()
     assert (mount.path / "SOUL.md").read_text() == "Changed since.\n"
+    mount.umount()
+
+
+def test_a_store_and_a_state_directory_inside_the_home_are_left_out(
+    home: Path, mount: Mount
+) -> None:
+    mount.store, mount.state = str(home / "store"), home / "deep" / "state"
+    report = make(mount, home)
+    assert reasons(report, "skipped") == {
+        "store": "belongs to hpkfs",
+        "deep/state": "belongs to hpkfs",
+    }
+    mount.mount()
+    assert not (mount.path / "store").exists()
+    assert (mount.path / "deep").is_dir()
     mount.umount()
 
 
