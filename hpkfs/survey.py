@@ -117,7 +117,7 @@ class _Walk:
         decision = self._policy.decide(entry.path, is_folder=True)
         if self._policy.prunes(entry.path):
             if travelling:
-                self._keep(entry, decision.reason or "stays on this machine")
+                self._keep(entry, decision.reason or "is left out by its name")
             return
         inside = travelling or decision.rule is Rule.TRAVELLING
         logical = (to_logical(entry.path + "/x") or "")[:-2]

@@ -35,15 +35,21 @@ GIB = 1 << 30
 DEEP = 1_200  # more than Python's stack
 NFD = unicodedata.normalize("NFD", "Café.md")
 UNDO_TIMEOUT_S = 60
-KILLED_BEFORE_THE_SEAL = """
+KILL_AFTER = """
 import os
-from hpkfs import cli, importer
+from hpkfs import importer
 from hpkfs.copier import Copier
-flush = Copier.flush
-def flush_and_die(copier):
-    flush(copier)
-    os.kill(os.getpid(), 9)
-Copier.flush = flush_and_die
+from hpkfs.publisher import Publisher
+call = {after}
+if {is_async}:
+    async def call_and_die(*arguments):
+        await call(*arguments)
+        os.kill(os.getpid(), 9)
+else:
+    def call_and_die(*arguments):
+        call(*arguments)
+        os.kill(os.getpid(), 9)
+{after} = call_and_die
 """
 
 
@@ -117,6 +123,15 @@ def adopted(mount: Mount, home: Path, *, code: int | None = 0) -> dict[str, Any]
     return report
 
 
+def run_and_kill(code: str, *, after: str) -> None:
+    """Run a line of Python that is killed as soon as a function of ours has returned."""
+    patch = KILL_AFTER.format(after=after, is_async=after.startswith("Publisher"))
+    killed = subprocess.run(
+        (sys.executable, "-c", f"{patch}{code}"), timeout=UNDO_TIMEOUT_S, check=False
+    )
+    assert killed.returncode == -9
+
+
 def reasons(report: dict[str, Any], key: str) -> dict[str, str]:
     return {entry["path"]: entry["reason"] for entry in report[key]}
 
@@ -180,6 +195,26 @@ def test_a_home_that_cannot_be_mounted_after_all_is_put_back(
     assert cli.main(["adopt", str(home), f"file://{tmp_path}/store", *state]) == 1
     assert whole(home) == before
     assert f"{home} is as it was" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "after",
+    ["Copier.flush", "Publisher.publish", "Copier.differences", "os.sync", "importer._move_aside"],
+)
+def test_a_killed_adoption_loses_nothing(after: str, home: Path, mount: Mount) -> None:
+    before = whole(home)
+    arguments = f"{str(home)!r}, {mount.store!r}, {str(mount.state)!r}"
+    run_and_kill(f"importer.adopt({arguments})", after=after)
+    kept = Path(f"{home}.before-hpkfs")
+    assert whole(kept if kept.exists() else home) == before
+    if kept.exists():
+        shutil.rmtree(home, ignore_errors=True)
+        kept.rename(home)
+    mount.state, mount.store = mount.state.with_name("again"), f"{mount.store}-again"
+    adopted(mount, home)
+    shown = whole(home)
+    assert {name: shown.get(name) for name in before} == before
+    mount.umount()
 
 
 def test_an_adoption_killed_between_its_two_steps_says_how_to_go_back(
@@ -478,10 +513,8 @@ def test_a_damaged_conversation_is_taken_over_as_it_is_and_said_not_to_be_saved(
 
 
 def test_an_interrupted_import_is_begun_anew(home: Path, mount: Mount) -> None:
-    arguments = f"{mount.store!r}, from_home={str(home)!r}, state_dir={str(mount.state)!r}"
-    kill = KILLED_BEFORE_THE_SEAL + f"importer.init_store({arguments})"
-    killed = subprocess.run((sys.executable, "-c", kill), timeout=UNDO_TIMEOUT_S, check=False)
-    assert killed.returncode == -9
+    arguments = f"from_home={str(home)!r}, state_dir={str(mount.state)!r}"
+    run_and_kill(f"importer.init_store({mount.store!r}, {arguments})", after="Copier.flush")
     (home / "SOUL.md").write_text("Changed since.\n")
     report = make(mount, home)
     assert report["exit_code"] == 0

@@ -7,11 +7,14 @@ and several tests look at what it left.
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import shutil
+import signal
 import sqlite3
 import stat
+import subprocess
 import threading
 from contextlib import closing
 from dataclasses import dataclass
@@ -22,6 +25,7 @@ import pytest
 from support import hermes, mounts
 from support.fake_model import Answer, Call, FakeModel
 from support.mounts import Mount
+from support.venvs import hermes_python
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,6 +65,7 @@ SCRIPT: Script = {
 SECOND_CONFIG = "# The second machine\n"
 ERRORS = Path("logs/errors.log")
 KILL_DELAY_S = 0.4
+GATEWAY_END_S = 60
 
 
 # -- stores ----------------------------------------------------------------------------------
@@ -297,6 +302,49 @@ def test_another_machine_resumes_the_conversation_with_its_own_settings(
     sealed = texts(sealed_sessions(store, tmp_path / "sealed"))
     assert sealed[day.run.session_id][-1] == ("assistant", "You told me that your name is Ada.")
     assert newest(store)["deviceId"] != newest(day.store)["deviceId"]
+
+
+def tables(home: Path) -> set[str]:
+    with closing(sqlite3.connect(f"file:{home / hermes.DATABASE}?mode=ro", uri=True)) as connection:
+        rows = connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table'").fetchall()
+    return {name for (name,) in rows}
+
+
+def test_a_gateway_and_a_conversation_share_the_mount_and_are_sealed_together(
+    tmp_path: Path, model: FakeModel
+) -> None:
+    store = tmp_path / "store"
+    mount = Mount(store, tmp_path)
+    mount.run("init", f"file://{store}", "--state-dir", str(mount.state))
+    program = (str(hermes_python()), "-m", "hermes_cli.main")
+    try:
+        mount.mount("--seal-after", "1")
+        home = hermes.make_home(mount.path, model.port)
+        with (tmp_path / "gateway.log").open("w") as log:
+            gateway = subprocess.Popen(
+                (*program, "gateway", "run", "--external-supervisor"),
+                cwd=tmp_path,
+                env=hermes.environment(home, home / "workspace"),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        try:
+            run = hermes.run_query(home, hermes.REMEMBER, cwd=home / "workspace")
+            assert gateway.poll() is None, (tmp_path / "gateway.log").read_text()
+            assert "delivery_obligations" in tables(home), "the gateway has been at work"
+            mount.run("sync", str(home))
+        finally:
+            os.killpg(gateway.pid, signal.SIGTERM)
+            gateway.wait(GATEWAY_END_S)
+        assert run.rc == 0
+        mount.umount()
+    finally:
+        mount.clean()
+    sealed = sealed_sessions(store, tmp_path / "sealed")
+    assert texts(sealed)[run.session_id][0] == ("user", hermes.REMEMBER)
+    assert "delivery_obligations" not in tables(tmp_path / "sealed")
 
 
 # -- killed instead of ended -----------------------------------------------------------------
