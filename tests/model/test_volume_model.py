@@ -69,6 +69,7 @@ class Node:
     data: bytearray = field(default_factory=bytearray)
     names: dict[str, Node] = field(default_factory=dict)
     target: str = ""
+    xattrs: dict[bytes, bytes] = field(default_factory=dict)
     # None: not looked at since it was written.
     mtime_ns: int | None = None
     # Another program stored it, without a time: each machine has the one when it first saw it.
@@ -361,6 +362,31 @@ class VolumeMachine(RuleBasedStateMachine):
         if change.mtime_ns is not None:
             node.mtime_ns, node.timeless = change.mtime_ns, False
 
+    @rule(data=st.data(), mode=st.sampled_from((0o700, 0o755, 0o711)))
+    def set_folder_mode(self, data: st.DataObject, mode: int) -> None:
+        node = self.pick(data, self.folders())
+        self.run(self.opened.volume.setattr, self.ino(node), Change(mode=mode))
+        node.mode = mode
+
+    @rule(
+        data=st.data(),
+        name=st.sampled_from((b"user.a", b"user.b")),
+        value=st.sampled_from((b"", b"\xff\0", b"long" * 50, None)),
+    )
+    def set_xattr(self, data: st.DataObject, name: bytes, value: bytes | None) -> None:
+        folder, called, node = self.pick(data, self.places("file", "folder"))
+        ino = self.ino(folder, called)
+        if value is not None:
+            self.opened.volume.set_xattr(ino, name, value)
+            node.xattrs[name] = value
+            node.timeless = False
+        elif name in node.xattrs:
+            self.opened.volume.remove_xattr(ino, name)
+            del node.xattrs[name]
+        else:
+            with pytest.raises(OSError, match=os.strerror(errno.ENODATA)):
+                self.opened.volume.remove_xattr(ino, name)
+
     # -- open files -----------------------------------------------------------------------
 
     @precondition(lambda self: self.has("file") and len(self.held) < 3)
@@ -451,7 +477,7 @@ class VolumeMachine(RuleBasedStateMachine):
 
     def as_elsewhere(self, folder: Node, path: str) -> Node:
         """What of a folder another machine sees: hard links are files of their own there."""
-        copy = Node("folder", folder.mode)
+        copy = Node("folder", folder.mode, xattrs=dict(folder.xattrs))
         for name, node in folder.names.items():
             below = f"{path}/{name}".lstrip("/")
             if not below.startswith(TRAVELLING):
@@ -464,6 +490,7 @@ class VolumeMachine(RuleBasedStateMachine):
                     node.mode,
                     node.data[:],
                     target=node.target,
+                    xattrs=dict(node.xattrs),
                     mtime_ns=None if node.timeless else node.mtime_ns,
                     timeless=node.timeless,
                 )
@@ -490,6 +517,7 @@ class VolumeMachine(RuleBasedStateMachine):
             where = f"{path}/{name}"
             assert inode.ino == found[name], where
             assert stat.S_IMODE(inode.mode) == node.mode, where
+            assert self.opened.journal.list_xattrs(inode.ino) == node.xattrs, where
             if node.kind == "folder":
                 assert inode.is_folder, where
                 self.compare(node, inode.ino, where)
@@ -539,7 +567,7 @@ def _quick(*, examples: int, steps: int) -> Iterator[settings]:
 
 
 def test_a_tree_is_what_was_made_of_it_whatever_happens_in_between() -> None:
-    with _quick(examples=25, steps=40) as chosen:
+    with _quick(examples=30, steps=50) as chosen:
         run_state_machine_as_test(VolumeMachine, settings=chosen)
 
 
