@@ -11,11 +11,13 @@ call); fetching, hashing, fsync and bulk copies go to threads.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import hashlib
 import logging
 import os
+import shutil
 from bisect import bisect_right
 from collections import OrderedDict
 from functools import partial
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 OPEN_FILES_MAX = 512
+SPARE_FILES_MAX = 1_024
 READ_AHEAD_CHUNKS = 8
 BACKGROUND_FETCHES_MAX = 16
 READ_AHEAD_QUEUE_MAX = 256
@@ -59,6 +62,10 @@ class Content:
         self._disk = disk
         self._fds: OrderedDict[int, int] = OrderedDict()
         self._suspect: set[int] = set()
+        self._spare_folder = f"{folder}.spare"
+        self._spares: list[str] = []
+        shutil.rmtree(self._spare_folder, ignore_errors=True)
+        os.mkdir(self._spare_folder, 0o700)
         self._fetching: dict[tuple[int, int], trio.Event] = {}
         self._cuts: dict[int, FileCut] = {}
         self._unsaved_states: dict[int, Inode] = {}
@@ -94,8 +101,16 @@ class Content:
         return f"{self._folder}/{ino}"
 
     def create(self, ino: int, mtime_ns: int) -> None:
-        """Make an empty backing file for a new inode, with the time that its creator is told."""
-        fd = os.open(self.path(ino), os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        """Make an empty backing file for a new inode, with the time that its creator is told.
+
+        An emptied one is used again where there is any: ext4 searches long for a new inode while
+        many were deleted a moment ago (`recently_deleted` in its source).
+        """
+        path = self.path(ino)
+        if self._spares:
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(self._spares.pop(), path)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         os.utime(fd, ns=(mtime_ns, mtime_ns))
         self._new_names = True
         self._remember(ino, fd)
@@ -152,12 +167,17 @@ class Content:
         self._unsaved_states.pop(ino, None)
 
     def remove(self, ino: int) -> None:
-        """Delete a backing file whose inode is durably gone."""
+        """Give up a backing file whose inode is durably gone, or whose bytes are not needed."""
         self.forget(ino)
-        try:
-            os.unlink(self.path(ino))
-        except FileNotFoundError:
-            return
+        path = self.path(ino)
+        with contextlib.suppress(FileNotFoundError):
+            if ino in self._cuts or len(self._spares) >= SPARE_FILES_MAX:
+                os.unlink(path)  # a cut reads on from the bytes that it holds open
+                return
+            os.truncate(path, 0)
+            spare = f"{self._spare_folder}/{ino}"
+            os.rename(path, spare)
+            self._spares.append(spare)
 
     def refresh(self, inode: Inode) -> None:
         """Read size and mtime from the backing file after writes."""

@@ -15,6 +15,7 @@ from support.agents import desk
 from support.databases import add_message, add_session, make_hermes_database, open_database
 from support.stores import make_store
 
+from hpkfs import recovery
 from hpkfs.core.documents import Reference
 from hpkfs.core.paths import DATABASE, PORTABLE, SIDECAR, to_local
 from hpkfs.core.portable import parse_portable
@@ -429,3 +430,27 @@ async def test_a_new_top_level_name_is_told_once(store: Path, tmp_path: Path) ->
         assert here.agent.tell_new_names() == ["brainwaves.dat"]
         assert here.agent.tell_new_names() == []
         assert here.agent.state()[0] == "clean"
+
+
+async def test_a_backing_file_that_is_used_again_shows_nothing_of_before(
+    store: Path, tmp_path: Path
+) -> None:
+    async with desk(store, tmp_path / "a") as here:
+        for round_number in range(3):
+            for number in range(20):
+                await here.write(f"local-{number}", b"old bytes" * 100 * (round_number + 1))
+            for number in range(20):
+                here.volume.forget(here.volume.resolve(f"local-{number}").ino, 1)
+                here.remove(f"local-{number}")
+            here.volume.bury()
+            recovery.remove_dropped(here.volume.journal, here.agent.content)
+        spare = tmp_path / "a" / "hpkfs" / "backing.spare"
+        assert len(os.listdir(spare)) == 20
+        made = await here.write("fresh", b"")
+        assert len(os.listdir(spare)) == 19
+        assert (made.size, await here.read("fresh")) == (0, b"")
+        before = made.mtime_ns
+    async with desk(store, tmp_path / "a") as here:
+        made = here.volume.resolve("fresh")
+        assert (made.size, made.mtime_ns) == (0, before)
+        assert os.listdir(spare) == []
