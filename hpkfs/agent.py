@@ -20,7 +20,9 @@ import trio
 
 from hpkfs import recovery
 from hpkfs.content import Content
+from hpkfs.core.chunks import parse_object_name
 from hpkfs.core.documents import Reference
+from hpkfs.core.ids import sha256_hex
 from hpkfs.core.known import is_known
 from hpkfs.core.paths import to_local, to_logical
 from hpkfs.durable import RealDisk
@@ -38,7 +40,7 @@ from hpkfs.inodes import DIRTY, HYDRATED, ROOT_INO, UNVERIFIED
 from hpkfs.journal import Journal
 from hpkfs.objects import ObjectStore
 from hpkfs.publisher import META_CONFLICT, META_HEAD, Publisher, store_is_empty
-from hpkfs.refresher import META_START, Installer, load
+from hpkfs.refresher import META_ATTRIBUTES, META_PORTABLE, META_START, Installer, load
 from hpkfs.reserve import Reserve
 from hpkfs.sealer import META_KEPT_LOCAL, Sealer, SealResult
 from hpkfs.survey import shown
@@ -175,7 +177,11 @@ class Agent:
             self.journal.set_meta("agent_id", agent_id)
         self.journal.set_meta("uri", self.options.uri)
         self.publisher = Publisher(
-            self.journal, self.objects, pending_folder=self.pending_folder, owner_id=agent_id
+            self.journal,
+            self.objects,
+            pending_folder=self.pending_folder,
+            owner_id=agent_id,
+            mend=self._bytes_of,
         )
 
     def _mountpoints(self) -> tuple[str, ...]:
@@ -717,16 +723,32 @@ class Agent:
     async def evict(self, paths: list[str]) -> dict[str, object]:
         """Drop clean bytes from this disk; files that are open keep theirs."""
         chosen = [inode for inode in self._below(paths) if not inode.dirty]
+        waiting = self.publisher.waiting_objects() if self.publisher else set()
         freed = await self.content.evict(
-            chosen, keep=lambda inode: self.volume.is_open(inode.ino) or self._is_needed(inode)
+            chosen,
+            keep=lambda one: self.volume.is_open(one.ino) or self._is_needed(one, waiting),
         )
         freed += await trio.to_thread.run_sync(self.objects.evict, 0) if not paths else 0
         return {"files": sum(bool(inode.absent) for inode in chosen), "bytes": freed}
 
-    def _is_needed(self, inode: Inode) -> bool:
-        """Bytes of which this machine has the only copy: sealed, and not on the store yet."""
-        del inode
-        return False  # pending/ holds them until they are on the store
+    def _bytes_of(self, name: str) -> bytes | None:
+        """The verified bytes of an object that the tree or the journal still holds."""
+        digest, _ = parse_object_name(name)
+        for key in (META_ATTRIBUTES, META_PORTABLE):
+            data = (self.journal.get_meta(key) or "").encode()
+            if sha256_hex(data) == digest:
+                return data
+        for ino, states in self.journal.with_states():
+            inode = self.volume.inodes.get(ino)
+            if inode is not None and inode.record is not None and HYDRATED in states:
+                held = self.content.chunk_bytes(inode, name)
+                if held is not None and sha256_hex(held) == digest:
+                    return held
+        return None
+
+    def _is_needed(self, inode: Inode, waiting: set[str]) -> bool:
+        """Whether bytes are not on the store yet: then two copies here are not too many."""
+        return inode.record is not None and any(p.object in waiting for p in inode.record.pieces)
 
     def _below(self, paths: list[str]) -> list[Inode]:
         found: list[Inode] = []

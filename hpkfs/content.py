@@ -495,6 +495,17 @@ class Content:
         if cut is not None:
             cut.close()
 
+    def chunk_bytes(self, inode: Inode, name: str) -> bytes | None:
+        """What the backing file holds of the chunk whose object has this name; None: no such."""
+        record = inode.record
+        if record is None:
+            return None
+        for index, piece in enumerate(record.pieces):
+            if piece.object == name and inode.states[index] == HYDRATED:
+                offset = self._offsets(inode.ino, record)[index]
+                return os.pread(self.fd(inode), piece.size, offset)
+        return None
+
     def evictable_bytes(self, inode: Inode) -> int:
         """Bytes that `evict` would free."""
         record = inode.record

@@ -20,6 +20,8 @@ from hpkfs.core.documents import Head, Reference, encode_head
 from hpkfs.errors import ConflictError, IntegrityError, TransientError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from hpkfs.journal import Checkpoint, Journal
     from hpkfs.objects import ObjectStore
 
@@ -45,9 +47,16 @@ class Publisher:
     """Sends the pending checkpoints of one journal."""
 
     def __init__(
-        self, journal: Journal, objects: ObjectStore, *, pending_folder: str, owner_id: str
+        self,
+        journal: Journal,
+        objects: ObjectStore,
+        *,
+        pending_folder: str,
+        owner_id: str,
+        mend: Callable[[str], bytes | None],
     ) -> None:
         self._journal = journal
+        self._mend = mend
         self._objects = objects
         self._pending = pending_folder
         self._owner_id = owner_id
@@ -130,8 +139,7 @@ class Publisher:
                 if failures:
                     return
                 try:
-                    data = await trio.to_thread.run_sync(_read, os.path.join(folder, name))
-                    await self._objects.put(f"objects/{name}", data)
+                    await self._send_object(folder, name)
                 except Exception as error:  # noqa: BLE001 - the first one is raised below
                     failures.append(error)
 
@@ -141,6 +149,18 @@ class Publisher:
                 nursery.start_soon(send, name)
         if failures:
             raise failures[0]
+
+    async def _send_object(self, folder: str, name: str) -> None:
+        """Send one sealed object; a damaged copy is made again from the tree where it can be."""
+        try:
+            data = await trio.to_thread.run_sync(_read, os.path.join(folder, name))
+            await self._objects.put(f"objects/{name}", data)
+        except IntegrityError:
+            mended = self._mend(f"objects/{name}")
+            if mended is None:
+                raise
+            log.warning("the sealed copy of %s was damaged; the tree still had its bytes", name)
+            await self._objects.put(f"objects/{name}", mended)
 
     def _is(self, head: Head, row: Checkpoint) -> bool:
         return (head.snapshot_id, head.sha256) == (row.snapshot_id, row.sha256)

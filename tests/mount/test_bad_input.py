@@ -724,3 +724,41 @@ async def test_a_publish_that_was_killed_before_it_was_noted_is_no_conflict_late
         assert desk.agent.outcome()["state"] == "clean"
         assert await desk.read("workspace/a.txt") == b"of one"
         assert await desk.read("workspace/b.txt") == b"of two"
+
+
+# -- what this machine sealed, damaged before it was sent ---------------------------------------
+
+
+@pytest.mark.expects_log("the sealed copy of .* was damaged")
+@pytest.mark.parametrize("spoil", [damage, shorten], ids=lambda call: call.__name__)
+async def test_regression_a_damaged_sealed_copy_is_made_again_from_the_tree(
+    tmp_path: Path, spoil: Callable[[Path], None]
+) -> None:
+    store = made_here(tmp_path)
+    data = os.urandom((1 << 20) + 10)
+    async with opened(store, tmp_path / "state") as desk:
+        await desk.write("workspace/a.bin", data)
+        await desk.write("workspace/b.txt", b"text")
+        await desk.agent.sync(publish=False)
+        for path in (tmp_path / "state" / "hpkfs" / "pending").glob("*/objects/*"):
+            spoil(path)
+        await desk.agent.sync()
+        assert desk.agent.outcome()["state"] == "clean"
+    async with opened(store, tmp_path / "other") as desk:
+        assert await desk.read("workspace/a.bin") == data
+        assert await desk.read("workspace/b.txt") == b"text"
+
+
+async def test_regression_nothing_is_evicted_that_is_not_on_the_store_yet(
+    store: Path, tmp_path: Path
+) -> None:
+    data = os.urandom((1 << 20) + 10)
+    async with opened(store, tmp_path / "state") as desk:
+        await desk.write("workspace/a.bin", data)
+        await desk.agent.sync(publish=False)
+        await desk.agent.evict([])
+        assert desk.volume.resolve("workspace/a.bin").absent == 0
+        await desk.agent.sync()
+        await desk.agent.evict([])
+        assert desk.volume.resolve("workspace/a.bin").absent == 2
+        assert await desk.read("workspace/a.bin") == data
