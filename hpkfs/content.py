@@ -107,10 +107,12 @@ class Content:
         many were deleted a moment ago (`recently_deleted` in its source).
         """
         path = self.path(ino)
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         if self._spares:
             with contextlib.suppress(FileNotFoundError):
                 os.rename(self._spares.pop(), path)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        fd = os.open(path, flags, 0o600)
         os.utime(fd, ns=(mtime_ns, mtime_ns))
         self._new_names = True
         self._remember(ino, fd)
@@ -174,7 +176,9 @@ class Content:
             if ino in self._cuts or len(self._spares) >= SPARE_FILES_MAX:
                 os.unlink(path)  # a cut reads on from the bytes that it holds open
                 return
-            os.truncate(path, 0)
+            # Emptied through a descriptor, closed while empty: ext4 writes a file out at the next
+            # close after its truncation (auto_da_alloc, ext4(5)), which must not be our user's.
+            os.close(os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC))
             spare = f"{self._spare_folder}/{ino}"
             os.rename(path, spare)
             self._spares.append(spare)
