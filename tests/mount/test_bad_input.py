@@ -6,6 +6,7 @@ there, and that the rest goes on.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -762,3 +763,21 @@ async def test_regression_nothing_is_evicted_that_is_not_on_the_store_yet(
         await desk.agent.evict([])
         assert desk.volume.resolve("workspace/a.bin").absent == 2
         assert await desk.read("workspace/a.bin") == data
+
+
+@pytest.mark.xfail(
+    strict=True, reason="a publish does not ask whether every object it names was staged or is sent"
+)
+async def test_a_sealed_object_that_is_gone_is_never_named_by_a_published_checkpoint(
+    tmp_path: Path,
+) -> None:
+    store = made_here(tmp_path)
+    async with opened(store, tmp_path / "state") as desk:
+        await desk.write("workspace/b.txt", b"text")
+        await desk.agent.sync(publish=False)
+        for path in (tmp_path / "state" / "hpkfs" / "pending").glob("*/objects/*"):
+            path.unlink()
+        with contextlib.suppress(IntegrityError):
+            await desk.agent.sync()
+    async with opened(store, tmp_path / "other") as desk:
+        assert not desk.exists("workspace/b.txt") or await desk.read("workspace/b.txt") == b"text"
