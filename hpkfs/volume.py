@@ -392,7 +392,8 @@ class Volume:
             self.journal.set_dentry(new_parent, new_name, inode.ino)
             self.journal.update(inode.ino, parent=new_parent, name=new_name, ctime_ns=now)
             replaced_folder = victim is not None and victim.is_folder
-            self._touch_folder(source, now, links=-1 if moved else 0)
+            if source is not target:
+                self._touch_folder(source, now, links=-1 if moved else 0)
             links = (1 if moved else 0) - (1 if replaced_folder else 0)
             self._touch_folder(target, now, links=links)
             inode.parent, inode.name, inode.ctime_ns = new_parent, new_name, now
@@ -416,7 +417,8 @@ class Volume:
             step = int(inode.is_folder) - int(other.is_folder)
             if source is target:
                 step = 0
-            self._touch_folder(source, now, links=-step)
+            else:
+                self._touch_folder(source, now, links=-step)
             self._touch_folder(target, now, links=step)
             for one, place, called in ((inode, target, new_name), (other, source, name)):
                 one.parent, one.name, one.ctime_ns = place.ino, called, now
