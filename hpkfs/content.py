@@ -446,9 +446,9 @@ class Content:
                 absent.append(index)
         return clean, absent
 
-    def write(self, inode: Inode, offset: int, data: bytes) -> int:
-        """Put bytes into the backing file."""
-        return pwrite_all(self.fd(inode), data, offset)
+    def write(self, inode: Inode, offset: int, data: bytes, *, partly: bool) -> int:
+        """Put bytes into the backing file; `partly` allows a full disk to take a part of them."""
+        return pwrite_all(self.fd(inode), data, offset, partly=partly)
 
     def resize(self, inode: Inode, size: int) -> None:
         """Set the length of the backing file."""
@@ -572,20 +572,25 @@ class Content:
             os.close(fd)
 
 
-def pwrite_all(fd: int, data: bytes, offset: int) -> int:
-    """Write all of `data`; ENOSPC and EDQUOT become `QuotaError`."""
+def pwrite_all(fd: int, data: bytes, offset: int, *, partly: bool = False) -> int:
+    """Write all of `data`; ENOSPC and EDQUOT become `QuotaError`.
+
+    With `partly` a disk that fills up in the middle answers what was written, as write(2) does.
+    """
+    written = 0
     try:
-        written = os.pwrite(fd, data, offset)
         while written < len(data):
-            written += os.pwrite(fd, data[written:], offset + written)
+            written += os.pwrite(fd, data[written:] if written else data, offset + written)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise QuotaError(
-                "The disk of the state directory is full.",
-                kept="Everything written before is safe; this write was not done.",
-                next_step="Free space on that disk, or run `hpkfs evict`.",
-            ) from error
-        raise
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        if partly and written:
+            return written
+        raise QuotaError(
+            "The disk of the state directory is full.",
+            kept="Everything written before is safe; this write was not done.",
+            next_step="Free space on that disk, or run `hpkfs evict`.",
+        ) from error
     return written
 
 

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from hpkfs.core.documents import Head, Reference, encode_head
+from hpkfs.core.documents import Head, Reference, encode_head, parse_snapshot
 from hpkfs.errors import ConflictError, IntegrityError, TransientError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from hpkfs.core.documents import Snapshot
     from hpkfs.journal import Checkpoint, Journal
     from hpkfs.objects import ObjectStore
 
@@ -115,7 +116,6 @@ class Publisher:
             await self._acknowledge(row, folder)  # its daemon was killed before it noted that
             return
         self._check_parent(row, None if found is None else found[0])
-        await self._send_objects(os.path.join(folder, "objects"))
         document = await trio.to_thread.run_sync(_read, os.path.join(folder, "snapshot.json"))
         if hashlib.sha256(document).hexdigest() != row.sha256:
             raise IntegrityError(
@@ -123,6 +123,7 @@ class Publisher:
                 kept="The store was not changed, and your files are in the mount as they were.",
                 next_step="Run `hpkfs fsck` on the state directory.",
             )
+        await self._send_objects(os.path.join(folder, "objects"), await self._new_names(document))
         await self._objects.put_snapshot(row.snapshot_id, document)
         reference = Reference(row.snapshot_id, row.sha256)  # type: ignore[arg-type]  # hex ids
         head = Head("agent", self._owner_id, reference.snapshot_id, reference.sha256)
@@ -130,7 +131,18 @@ class Publisher:
         await self._acknowledge(row, folder)
         log.info("published checkpoint %s", row.snapshot_id)
 
-    async def _send_objects(self, folder: str) -> None:
+    async def _new_names(self, document: bytes) -> list[str]:
+        """Objects that a checkpoint names and its parent does not; the store must have each."""
+        snapshot = parse_snapshot(document)
+        known: set[str] = set()
+        if snapshot.parent is not None:
+            parent, _document = await self._objects.get_snapshot(
+                snapshot.parent, owner_id=self._owner_id
+            )
+            known = _object_names(parent)
+        return sorted(_object_names(snapshot) - known)
+
+    async def _send_objects(self, folder: str, names: list[str]) -> None:
         limiter = trio.CapacityLimiter(UPLOADS_MAX)
         failures: list[Exception] = []
 
@@ -143,7 +155,6 @@ class Publisher:
                 except Exception as error:  # noqa: BLE001 - the first one is raised below
                     failures.append(error)
 
-        names = await trio.to_thread.run_sync(_names, folder)
         async with trio.open_nursery() as nursery:
             for name in names:
                 nursery.start_soon(send, name)
@@ -151,16 +162,23 @@ class Publisher:
             raise failures[0]
 
     async def _send_object(self, folder: str, name: str) -> None:
-        """Send one sealed object; a damaged copy is made again from the tree where it can be."""
+        """Send one object, unless the store has it; a lost copy is made again from the tree.
+
+        Raises:
+            IntegrityError: it is nowhere; the head is not moved to a checkpoint that lacks it.
+        """
         try:
-            data = await trio.to_thread.run_sync(_read, os.path.join(folder, name))
-            await self._objects.put(f"objects/{name}", data)
+            path = os.path.join(folder, name.removeprefix("objects/"))
+            data = await trio.to_thread.run_sync(_read, path)
+            await self._objects.put(name, data)
         except IntegrityError:
-            mended = self._mend(f"objects/{name}")
+            if await self._objects.has(name):
+                return
+            mended = self._mend(name)
             if mended is None:
                 raise
             log.warning("the sealed copy of %s was damaged; the tree still had its bytes", name)
-            await self._objects.put(f"objects/{name}", mended)
+            await self._objects.put(name, mended)
 
     def _is(self, head: Head, row: Checkpoint) -> bool:
         return (head.snapshot_id, head.sha256) == (row.snapshot_id, row.sha256)
@@ -220,6 +238,10 @@ def store_is_empty() -> TransientError:
         kept="Your work is safe on this machine.",
         next_step="Bring the store back (is its disk mounted?); it is tried again by itself.",
     )
+
+
+def _object_names(snapshot: Snapshot) -> set[str]:
+    return {piece.object for record in snapshot.files.values() for piece in record.pieces}
 
 
 def _read(path: str) -> bytes:

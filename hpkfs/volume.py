@@ -536,7 +536,8 @@ class Volume:
         inode.stale = True
         inode.written_ns = self._now()
         inode.generation = next(self._generations)
-        written = self.content.write(inode, offset, data)
+        # A chunk that is still absent counts only when all of it is written.
+        written = self.content.write(inode, offset, data, partly=not absent)
         if absent:
             self._mark_chunks(inode, absent)
         if inode.zone is not False or inode.zone_epoch != self.zone_epoch or inode.nlink > 1:
