@@ -338,12 +338,18 @@ class Capture:
 
     def _seal_database(self, image: str) -> FileRecord | None:
         """Normalise and split; None when the conversation is what the base has."""
-        sealed = conversations.seal_database(
-            image, "state.db", workspace=self._workspaces(), hermes=True
-        )
+        stored = self.base.files.get(DATABASE) if self.base else None
+        try:
+            sealed = conversations.seal_database(
+                image, "state.db", workspace=self._workspaces(), hermes=True
+            )
+        except conversations.EmptyDatabaseError:
+            if stored is not None:
+                raise
+            self.keep_local("state.db", "holds no conversation yet")
+            return None
         for note in sealed.notes:
             self.keep_local("state.db", note)
-        stored = self.base.files.get(DATABASE) if self.base else None
         self._digest = sealed.logical_digest
         if stored is not None and self._base_digest == sealed.logical_digest:
             return None

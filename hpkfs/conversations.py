@@ -104,6 +104,10 @@ class SuperJournalError(IntegrityError):
     """The image fell into a transaction over several databases; take it again."""
 
 
+class EmptyDatabaseError(RuntimeMismatchError):
+    """The conversation database has no table: Hermes is about to make them, or never did."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sealed:
     """One file that may leave this machine.
@@ -142,6 +146,7 @@ def seal_database(
             and checked; its bytes stay as they are if nothing had to be recovered.
 
     Raises:
+        EmptyDatabaseError: there is no table in it.
         RuntimeMismatchError: a schema other than 22.
         SuperJournalError: the image has to be taken again.
         IntegrityError: the database is damaged.
@@ -430,6 +435,10 @@ def _schema_number(db: sqlite3.Connection) -> int | None:
 def _check_schema(db: sqlite3.Connection, name: str) -> None:
     number = _schema_number(db)
     if number != DATABASE_SCHEMA:
+        if not _table_names(db):
+            raise EmptyDatabaseError(
+                f"The conversation database {name} is empty.", kept=KEPT, next_step=LOOK
+            )
         has = "no schema number" if number is None else f"schema {number}"
         raise RuntimeMismatchError(
             f"The conversation database {name} has {has}; this version of hpkfs can save "

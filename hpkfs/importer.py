@@ -334,7 +334,7 @@ async def _fill(agent: Agent, agent_id: str, source: Source, made: _Made) -> dic
     agent.volume.changed_since = agent.volume.changed_last = time.monotonic()
     result = await agent.sync(pull=False)
     made.is_published = True
-    survey = agent.sealer.survey()
+    travels = _travelling(agent)
     told: dict[str, object] = {
         "uri": agent.options.uri,
         "agent_id": agent_id,
@@ -343,9 +343,9 @@ async def _fill(agent: Agent, agent_id: str, source: Source, made: _Made) -> dic
         "state": result["state"],
         "exit_code": result["exit_code"],
         "detail": result["detail"],
-        "files": len(survey.files),
-        "local_files": max(copier.done.files - len(survey.files), 0),
-        "travels": sorted(entry.path for entry in survey.files.values()),
+        "files": len(travels),
+        "local_files": max(copier.done.files - len(travels), 0),
+        "travels": travels,
         "kept_local": agent.status()["kept_local"],
         "skipped": [{"path": p, "reason": r} for p, r in copier.done.skipped],
     }
@@ -353,6 +353,14 @@ async def _fill(agent: Agent, agent_id: str, source: Source, made: _Made) -> dic
         assert source.home is not None, "a home is adopted"
         told["before"] = await trio.to_thread.run_sync(_finish_adoption, agent, copier, source.home)
     return told
+
+
+def _travelling(agent: Agent) -> list[str]:
+    """The paths of the tree whose files are in the first checkpoint."""
+    base = agent.installer.base()
+    stored = base[0].files if base else {}
+    found = agent.sealer.survey().files.items()
+    return sorted(entry.path for logical, entry in found if logical in stored)
 
 
 def _workspaces(source: Source) -> tuple[str, ...]:

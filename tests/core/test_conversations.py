@@ -364,7 +364,7 @@ def test_a_database_without_a_required_table_is_refused(
 
 def test_an_empty_file_is_refused(tmp_path: Path, image: Path) -> None:
     (tmp_path / "live.db").write_bytes(b"")
-    with pytest.raises(RuntimeMismatchError, match="no schema number"):
+    with pytest.raises(conversations.EmptyDatabaseError, match="is empty"):
         seal(tmp_path / "live.db", image)
 
 

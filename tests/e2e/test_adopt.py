@@ -504,11 +504,25 @@ def test_a_damaged_conversation_is_taken_over_as_it_is_and_said_not_to_be_saved(
 
     assert (report["state"], report["exit_code"]) == ("corrupt", 6)
     assert "SOUL.md" in report["travels"]
+    assert "state.db" not in report["travels"]
     assert "state.db" in reasons(report, "kept_local")
     assert "profile/SOUL.md" in logical_paths(mount)
     assert whole(home) == before
     mount.mount()
     assert (mount.path / "state.db").read_bytes() == damaged
+    mount.umount(check=6)
+
+
+def test_regression_an_empty_conversation_is_no_alarm(home: Path, mount: Mount) -> None:
+    (home / "state.db").touch()
+    report = make(mount, home)
+    assert (report["state"], report["exit_code"]) == ("clean", 0)
+    assert "state.db" not in report["travels"]
+    mount.mount()
+    with closing(sqlite3.connect(mount.path / "state.db")) as database, database:
+        database.execute("CREATE TABLE sessions (id)")
+    mount.run("sync", str(mount.path), check=6)
+    assert mount.status()["state"] == "corrupt", "a database that is no conversation is one"
     mount.umount(check=6)
 
 
