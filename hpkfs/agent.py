@@ -657,7 +657,7 @@ class Agent:
 
     def path_status(self, path: str) -> dict[str, object]:
         """The byte states of one path."""
-        inode = self.volume.resolve(path)
+        inode = self._named(path)
         return {
             "path": path,
             "state": self.byte_state(inode),
@@ -670,6 +670,17 @@ class Agent:
                 "dirty": inode.states.count(DIRTY),
             },
         }
+
+    def _named(self, path: str) -> Inode:
+        """What a person named; that it is not there is a usage error."""
+        try:
+            return self.volume.resolve(path)
+        except OSError as error:
+            raise UsageError(
+                f"{shown(path)}: {os.strerror(error.errno or errno.ENOENT)}.",
+                kept="Nothing was changed.",
+                next_step="Name a path that is in the mount.",
+            ) from error
 
     def _logical(self, inode: Inode) -> str | None:
         return to_logical(self.volume.path_of(inode)) if self.volume.matters(inode) else None
@@ -724,12 +735,14 @@ class Agent:
         """Drop clean bytes from this disk; files that are open keep theirs."""
         chosen = [inode for inode in self._below(paths) if not inode.dirty]
         waiting = self.publisher.waiting_objects() if self.publisher else set()
+        before = [inode.absent for inode in chosen]
         freed = await self.content.evict(
             chosen,
             keep=lambda one: self.volume.is_open(one.ino) or self._is_needed(one, waiting),
         )
         freed += await trio.to_thread.run_sync(self.objects.evict, 0) if not paths else 0
-        return {"files": sum(bool(inode.absent) for inode in chosen), "bytes": freed}
+        files = sum(now.absent > was for now, was in zip(chosen, before, strict=True))
+        return {"files": files, "bytes": freed}
 
     def _bytes_of(self, name: str) -> bytes | None:
         """The verified bytes of an object that the tree or the journal still holds."""
@@ -753,7 +766,7 @@ class Agent:
     def _below(self, paths: list[str]) -> list[Inode]:
         found: list[Inode] = []
         for path in paths or [""]:
-            inode = self.volume.resolve(path)
+            inode = self._named(path)
             if inode.is_folder:
                 self._collect(inode.ino, found)
             elif inode.is_file:

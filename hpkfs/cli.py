@@ -6,8 +6,10 @@ its own code and its three sentences on stderr.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
+import re
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -19,7 +21,6 @@ from hpkfs.errors import HpkfsError, UsageError
 from hpkfs.terminal import explain, print_json, warn
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Callable, Sequence
 
 EXIT_USAGE: Final = 1
@@ -242,10 +243,9 @@ def _add_paths(parser: Parser, text: str) -> None:
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError(text)
-    return number
+    if not re.fullmatch("0*[1-9][0-9]{0,8}", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return int(text)
 
 
 @dataclass(frozen=True, slots=True)

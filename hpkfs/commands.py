@@ -74,7 +74,7 @@ def status(args: argparse.Namespace) -> int:
 
 
 def _ask_status(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    record = find_mount(args.target)
+    record = _meant(args)
     if record is None:
         from hpkfs import offline
 
@@ -101,7 +101,7 @@ def _ask_status(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
 def sync(args: argparse.Namespace) -> int:
     """Save, send and take over."""
-    record = find_mount(args.target)
+    record = _meant(args)
     if record is None:
         from hpkfs import offline
 
@@ -112,13 +112,17 @@ def sync(args: argparse.Namespace) -> int:
             "sync", timeout_s=None, on_progress=Progress("Sending"), wait=args.wait, prefer=None
         )
     lines = [f"Checkpoint {result['sealed']}."] if result.get("sealed") else []
-    print_result(result, [*lines, show.outcome(result)], as_json=args.json)
+    if record is not None and record.read_only:
+        lines = ["A read-only mount has nothing to save, and shows the checkpoint it was made for."]
+    else:
+        lines.append(show.outcome(result))
+    print_result(result, lines, as_json=args.json)
     return exit_code(result)
 
 
 def history(args: argparse.Namespace) -> int:
     """Show the checkpoints."""
-    record = find_mount(args.target)
+    record = _meant(args)
     if record is None:
         from hpkfs import offline
 
@@ -223,6 +227,16 @@ def doctor(args: argparse.Namespace) -> int:
     last = "This machine can mount." if ok else "This machine cannot mount yet."
     print_result(result, [*show.findings(found), last], as_json=args.json)
     return 0 if ok else EXIT_USAGE
+
+
+def _meant(args: argparse.Namespace) -> MountRecord | None:
+    """Return the mount that is meant; with --state-dir only one that has its state there."""
+    if args.state_dir is None:
+        return find_mount(args.target)
+    wanted = os.path.realpath(args.state_dir)
+    named = find_mount(args.target)
+    records = [*([named] if named is not None else []), *all_mounts()]
+    return next((r for r in records if os.path.realpath(r.state_dir) == wanted), None)
 
 
 def _mounted_paths(args: argparse.Namespace) -> tuple[MountRecord, list[str]]:

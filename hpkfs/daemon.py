@@ -20,6 +20,7 @@ from hpkfs import control, mountpoint, places, waiting
 from hpkfs.errors import BusyError, HpkfsError, UsageError
 from hpkfs.history import History, entry_name
 from hpkfs.virtual import HistoryEntry
+from hpkfs.volume import Caller
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,6 +78,13 @@ class Daemon:
     async def operate(self, op: str, args: dict[str, Any], progress: Any) -> dict[str, object]:
         """Answer a request that only this kind knows."""
         raise NotImplementedError
+
+    def owner(self) -> Caller | None:
+        """Whom everything is shown to belong to, where the options say so."""
+        uid, gid = self.options.uid, self.options.gid
+        if uid is None and gid is None:
+            return None
+        return Caller(os.getuid() if uid is None else uid, os.getgid() if gid is None else gid)
 
     # -- the life of a mount --------------------------------------------------------------
 

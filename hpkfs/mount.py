@@ -28,13 +28,13 @@ from hpkfs.readonly import ReadOnlyDaemon
 from hpkfs.restore import restore
 from hpkfs.transport.stores import make_transport
 from hpkfs.virtual import HistoryEntry, VirtualTree
-from hpkfs.volume import Caller, Replaced
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hpkfs.core.uris import StoreUri
     from hpkfs.options import MountOptions
+    from hpkfs.volume import Replaced
 
 log = logging.getLogger(__name__)
 
@@ -125,17 +125,11 @@ class ReadWriteDaemon(Daemon):
 
     def filesystem(self) -> Filesystem:
         """The handlers over the volume."""
-        owner = None
-        if self.options.uid is not None or self.options.gid is not None:
-            owner = Caller(
-                os.getuid() if self.options.uid is None else self.options.uid,
-                os.getgid() if self.options.gid is None else self.options.gid,
-            )
         return Filesystem(
             self.agent.volume,
             self.virtual,
             xattr=self.options.xattr,
-            owner=owner,
+            owner=self.owner(),
             umask=self.options.umask or 0,
             on_failure=self.agent.note_error,
         )
@@ -224,13 +218,7 @@ class ReadWriteDaemon(Daemon):
     def _status(self, args: dict[str, Any]) -> dict[str, object]:
         paths = args.get("paths")
         if paths:
-            found = []
-            for path in paths:
-                try:
-                    found.append(self.agent.path_status(path))
-                except OSError as error:
-                    raise UsageError(f"{path}: {os.strerror(error.errno or 0)}.") from error
-            return {"paths": found}
+            return {"paths": [self.agent.path_status(path) for path in paths]}
         if args.get("what") == "metrics":
             return self.agent.metrics()
         if args.get("what") == "what-travels":

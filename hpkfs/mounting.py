@@ -252,9 +252,10 @@ def umount(args: argparse.Namespace) -> int:
                 raise
             mountpoint.detach(record.mountpoint)
             raise
-    print_result(
-        result, [f"Unmounted {record.mountpoint}. {show.outcome(result)}"], as_json=args.json
-    )
+    line = f"Unmounted {record.mountpoint}."
+    if not record.read_only:
+        line += f" {show.outcome(result)}"
+    print_result(result, [line], as_json=args.json)
     return exit_code(result)
 
 

@@ -106,7 +106,13 @@ class ReadOnlyDaemon(Daemon):
 
     def filesystem(self) -> Filesystem:
         """The handlers over the checkpoint's tree."""
-        return Filesystem(None, self.virtual, xattr=self.options.xattr)
+        return Filesystem(
+            None,
+            self.virtual,
+            xattr=self.options.xattr,
+            owner=self.owner(),
+            umask=self.options.umask or 0,
+        )
 
     async def background(self, *, task_status: trio.TaskStatus[None]) -> None:
         """Nothing runs besides the mount."""
@@ -152,10 +158,15 @@ class ReadOnlyDaemon(Daemon):
     async def operate(self, op: str, args: dict[str, Any], progress: Any) -> dict[str, object]:
         """Requests on a read-only mount."""
         match op:
+            case "status" if args.get("paths") or args.get("what"):
+                raise UsageError(
+                    f"{self.mountpoint} is a read-only mount; it has no states of single paths.",
+                    next_step="`hpkfs status` without paths and options describes it.",
+                )
             case "status":
                 return self.status()
             case "sync":
-                return {**await self.finish(), "sealed": None, "published": []}
+                return {**await self.finish(), "sealed": None, "published": [], "pulled": False}
             case "history":
                 limit = args.get("limit")
                 count = int(limit) if limit else None

@@ -72,13 +72,13 @@ async def restore(agent: Agent, row: Checkpoint, paths: list[str]) -> dict[str, 
     parse_snapshot(encoded)
     await trio.to_thread.run_sync(agent.sealer.keep, staging, snapshot.snapshot_id, encoded)
     await agent.install_pending(await load_documents(agent.objects, snapshot, encoded))
-    changed = sum(base.files.get(path) != record for path, record in files.items())
-    removed = len(base.files.keys() - files.keys())
+    changed = {path for path, record in files.items() if base.files.get(path) != record}
+    removed = base.files.keys() - files.keys()
     log.info("restored checkpoint %s as %s", row.snapshot_id, snapshot.snapshot_id)
     return {
         "sealed": snapshot.snapshot_id,
-        "restored": changed,
-        "removed": removed,
+        "restored": len(changed - {SIDECAR}),
+        "removed": len(removed - {SIDECAR}),
         "recovery": None,
     }
 
