@@ -197,8 +197,8 @@ class Agent:
         """Make the tree ready to be shown: the base installed, what Hermes reads first local.
 
         Raises:
-            UsageError: there is no agent on the store.
-            TransientError: the store did not answer and nothing is held locally.
+            UsageError: there is no agent on the store, or the store did not answer and nothing is
+                held locally.
             IntegrityError: the head or its snapshot cannot be trusted.
         """
         base = self.installer.base()
@@ -208,9 +208,12 @@ class Agent:
             try:
                 await self.pull()
             except (TransientError, AuthorisationError, ConflictError) as error:
-                if base is None:
+                if base is not None:
+                    self.note_error(error)
+                elif isinstance(error, TransientError):
+                    raise _never_seen(error) from error
+                else:
                     raise
-                self.note_error(error)
         elif base is None:
             raise UsageError(
                 "Nothing of this agent is on this machine yet.",
@@ -779,6 +782,14 @@ class Agent:
                 self._collect(inode.ino, found)
             elif inode.is_file and inode.record_text is not None:
                 found.append(inode)
+
+
+def _never_seen(error: TransientError) -> UsageError:
+    return UsageError(
+        error.happened,
+        kept="Nothing of this agent is on this machine yet, and nothing was changed.",
+        next_step="Check the address, or bring the store back (is its disk mounted?); try again.",
+    )
 
 
 async def _nothing(_replaced: list[Replaced]) -> None:

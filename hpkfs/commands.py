@@ -42,8 +42,9 @@ def list_mounts(args: argparse.Namespace) -> int:
     records = all_mounts()
     mounted = {os.path.realpath(record.state_dir) for record in records if not record.read_only}
     agents: list[dict[str, object]] = [
-        {"uri": places.noted_store(path), "state_dir": path, "mounted": path in mounted}
+        {"uri": uri, "state_dir": path, "mounted": path in mounted}
         for path in places.known_state_dirs()
+        if (uri := places.noted_store(path)) is not None  # else its only mount has failed
     ]
     result = {"mounts": [_record_fields(record) for record in records], "agents": agents}
     print_result(result, show.mounts(records, agents), as_json=args.json)

@@ -195,7 +195,7 @@ def _short(checkpoint: object) -> str:
 def mounts(records: Iterable[MountRecord], agents: Iterable[Mapping[str, Any]]) -> list[str]:
     """Show the mounts, then the agents that are known and not mounted."""
     rows = [(r.mountpoint, r.uri, "read-only" if r.read_only else "read-write") for r in records]
-    rows += [("-", a["uri"] or a["state_dir"], "not mounted") for a in agents if not a["mounted"]]
+    rows += [("-", a["uri"], "not mounted") for a in agents if not a["mounted"]]
     return table(rows) or ["Nothing is mounted, and no agent is known on this machine."]
 
 

@@ -33,7 +33,7 @@ def explain(error: OSError) -> HpkfsError:
     if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS}:
         next_step = "Make it accessible for you, or name another place."
         return UsageError(f"{where}{reason}.", next_step=next_step)
-    return HpkfsError(f"{where}{reason}.")
+    return HpkfsError(f"{where}{reason}.", next_step="Check that path, then try again.")
 
 
 def say(line: str) -> None:

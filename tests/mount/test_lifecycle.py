@@ -294,9 +294,12 @@ def test_a_first_mount_offline_is_refused_with_the_way_out(store: Path, tmp_path
 
 def test_a_first_mount_without_its_store_is_refused_and_makes_no_agent(tmp_path: Path) -> None:
     mount = Mount(tmp_path / "nowhere", tmp_path)
-    done = mount.mount(check=None)
-    assert done.returncode in (1, 2)
-    assert "nowhere" in error_of(done)
+    said = error_of(mount.mount(check=1))
+    assert "nowhere" in said
+    assert "Nothing of this agent is on this machine yet" in said
+    mount.run("mount", mount.store, str(mount.path), check=1)
+    assert (tmp_path / ".hermes-pubky" / "stores").is_dir()
+    assert json.loads(mount.run("list", "--json").stdout) == {"mounts": [], "agents": []}
     assert not (tmp_path / "nowhere").exists()
     assert os.listdir(mount.path) == []
 
