@@ -6,10 +6,10 @@ import contextlib
 import hashlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,17 +109,19 @@ def mounted(store: Path | str, root: Path, *options: str, name: str = "m") -> It
 
 
 def wait_gone(pid: int) -> None:
-    """Wait until a process that is not our child has ended."""
-    deadline = time.monotonic() + GONE_TIMEOUT_S
-    while time.monotonic() < deadline:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return
-        if state in "ZX":
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"process {pid} did not end")
+    """Wait until a process that is not our child has ended, all of its threads included.
+
+    Its leader may be a zombie while another thread still holds the mount (pidfd_open(2)).
+    """
+    try:
+        watched = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        ended, _, _ = select.select([watched], [], [], GONE_TIMEOUT_S)
+    finally:
+        os.close(watched)
+    assert ended, f"process {pid} did not end"
 
 
 def tree(path: Path) -> dict[str, str]:
