@@ -34,8 +34,6 @@ def test_setup_brings_all_that_the_program_imports(clean: container.Container) -
 
 
 def test_the_example_agent_is_mounted_written_and_unmounted(clean: container.Container) -> None:
-    if not (container.ROOT / "hpkfs" / "mount.py").exists():
-        pytest.skip("hpkfs/mount.py is not written yet")
     home = f"{CLONE}/.demo/home"
     clean.run("./dev", "run", cwd=CLONE)
     assert "fuse.hpkfs" in clean.run("findmnt", "--noheadings", home)
