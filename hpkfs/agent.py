@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from hpkfs.inodes import Inode
     from hpkfs.journal import Checkpoint
     from hpkfs.refresher import Loaded
+    from hpkfs.survey import Survey
     from hpkfs.transport.base import Transport
 
 log = logging.getLogger(__name__)
@@ -576,7 +577,7 @@ class Agent:
         """What `status --json` shows."""
         state, detail = self.state()
         base = self.installer.base()
-        totals = self._totals()
+        survey = self.sealer.survey()
         assert self.publisher is not None or base is None, "set by prepare"
         waiting = self.publisher.waiting() if self.publisher else None
         head_id = self.journal.get_meta(META_HEAD)
@@ -600,8 +601,8 @@ class Agent:
                 "oldest": waiting.oldest if waiting else None,
             },
             "dirty": self.sealer.dirty_paths() if self.volume.changed_since is not None else [],
-            **totals,
-            "kept_local": self._kept_local(),
+            **_totals(survey),
+            "kept_local": self._kept_local(survey),
             "last_published": self.journal.get_meta("last_published"),
             "last_error": str(self._last_error) if self._last_error else None,
         }
@@ -615,29 +616,19 @@ class Agent:
             self.journal.set_json(META_TOLD, sorted(told | set(new)))
         return [shown(name) for name in new]
 
-    def _kept_local(self) -> list[dict[str, str]]:
-        kept = self.journal.get_json(META_KEPT_LOCAL, [])
-        return [{"path": path, "reason": reason} for path, reason in kept]
+    def _kept_local(self, survey: Survey) -> list[dict[str, str]]:
+        """What stays: by the last seal, which read contents, and by the names that came since."""
+        kept: dict[str, str] = dict(self.journal.get_json(META_KEPT_LOCAL, []))
+        kept = {path: reason for path, reason in kept.items() if self._is_there(path)}
+        kept |= {one.path: one.reason for one in survey.kept}
+        return [{"path": path, "reason": kept[path]} for path in sorted(kept)]
 
-    def _totals(self) -> dict[str, object]:
-        files = hydrated = total = here = 0
-        for entry in self.sealer.survey().files.values():
-            inode = entry.inode
-            files += 1
-            total += inode.size
-            missing = 0
-            if inode.absent and inode.record is not None:
-                missing = sum(
-                    piece.size
-                    for piece, state in zip(inode.record.pieces, inode.states, strict=True)
-                    if state not in (HYDRATED, DIRTY)
-                )
-            here += inode.size - missing
-            hydrated += not missing
-        return {
-            "files": {"total": files, "hydrated": hydrated, "absent": files - hydrated},
-            "bytes": {"total": total, "hydrated": here},
-        }
+    def _is_there(self, path: str) -> bool:
+        try:
+            self.volume.resolve(path)
+        except OSError:
+            return False
+        return True
 
     def metrics(self) -> dict[str, object]:
         """Counters since the mount."""
@@ -651,11 +642,13 @@ class Agent:
     def what_travels(self) -> dict[str, object]:
         """Every path that the next checkpoint holds, and what stays local among them."""
         survey = self.sealer.survey()
+        kept = self._kept_local(survey)
+        staying = {one["path"] for one in kept}
         files = [
             {"path": entry.path, "logical": logical, "size": entry.inode.size}
             for logical, entry in sorted(survey.files.items())
+            if shown(entry.path) not in staying
         ]
-        kept = [{"path": kept.path, "reason": kept.reason} for kept in survey.kept]
         return {"files": files, "links": sorted(survey.links), "kept_local": kept}
 
     def path_status(self, path: str) -> dict[str, object]:
@@ -794,6 +787,27 @@ def _never_seen(error: TransientError) -> UsageError:
 
 async def _nothing(_replaced: list[Replaced]) -> None:
     """No kernel mount: nothing to invalidate."""
+
+
+def _totals(survey: Survey) -> dict[str, object]:
+    files = hydrated = total = here = 0
+    for entry in survey.files.values():
+        inode = entry.inode
+        files += 1
+        total += inode.size
+        missing = 0
+        if inode.absent and inode.record is not None:
+            missing = sum(
+                piece.size
+                for piece, state in zip(inode.record.pieces, inode.states, strict=True)
+                if state not in (HYDRATED, DIRTY)
+            )
+        here += inode.size - missing
+        hydrated += not missing
+    return {
+        "files": {"total": files, "hydrated": hydrated, "absent": files - hydrated},
+        "bytes": {"total": total, "hydrated": here},
+    }
 
 
 def _point(snapshot_id: str, created_at: str) -> dict[str, str]:

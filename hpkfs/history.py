@@ -57,6 +57,9 @@ class History:
         """Follow the parents from `newest`.
 
         A checkpoint that cannot be read ends the list; it is tried again at the next call.
+
+        Raises:
+            HpkfsError: the newest one cannot be read.
         """
         known = self._known()
         rows: list[Checkpoint] = []
@@ -71,6 +74,8 @@ class History:
                 try:
                     snapshot, _ = await self._objects.get_snapshot(reference, owner_id=None)
                 except HpkfsError as error:
+                    if not rows:
+                        raise
                     log.info("history ends before %s: %s", reference.snapshot_id, error)
                     return Chain(rows, complete=False)
                 row = self._remember(snapshot, reference.sha256)

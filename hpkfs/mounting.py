@@ -57,6 +57,12 @@ def adopt(args: argparse.Namespace) -> int:
     from hpkfs import importer
 
     directory = mountpoint.resolve(args.directory)
+    if os.path.exists(os.path.join(directory, "head.json")):
+        raise UsageError(
+            f"{directory} is a store and no agent's home.",
+            kept="Nothing was touched.",
+            next_step=f"Mount it with `hpkfs mount {shlex.quote(directory)} DIRECTORY`.",
+        )
     if args.uri is None:
         name = os.path.basename(directory).lstrip(".") or "agent"
         args.uri = os.path.join(places.home(), "agents", name)

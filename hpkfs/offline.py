@@ -23,6 +23,7 @@ from hpkfs.core.uris import FileStore
 from hpkfs.errors import (
     AuthorisationError,
     HpkfsError,
+    IntegrityError,
     MissingObjectError,
     SavedLocallyError,
     TransientError,
@@ -190,6 +191,8 @@ async def _status(place: _Place) -> dict[str, object]:
         try:
             head = await _look_at_store(agent)
         except HpkfsError as error:
+            if isinstance(error, IntegrityError) and agent.installer.base() is None:
+                raise
             agent.note_error(error)
         told = agent.status()
         if (head, told["base"], told["state"]) == (None, None, "clean"):

@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
-from support.mounts import mounted
+from support.mounts import Mount, mounted, tree
 from support.stores import make_store
 
 if TYPE_CHECKING:
@@ -88,3 +88,37 @@ def test_regression_restoring_one_file_counts_one_file(store: Path, tmp_path: Pa
         args = ["restore", str(mount.path), rows[0]["snapshot_id"], "SOUL.md", "--json"]
         done = json.loads(mount.run(*args).stdout)
         assert (done["restored"], done["removed"]) == (1, 0)
+
+
+def test_regression_a_store_is_not_adopted_as_a_home(store: Path, tmp_path: Path) -> None:
+    mount = Mount(store, tmp_path)
+    before = tree(store)
+    assert "is a store and no agent's home" in mount.run("adopt", str(store), check=1).stderr
+    assert tree(store) == before
+
+
+def test_regression_a_history_whose_newest_checkpoint_is_missing_is_no_empty_one(
+    store: Path, tmp_path: Path
+) -> None:
+    for file in (store / "snapshots").iterdir():
+        file.unlink()
+    mount = Mount(store, tmp_path)
+    assert "is not in the store" in mount.run("history", str(store), check=6).stderr
+
+
+def test_regression_what_stays_is_named_before_the_next_seal_and_never_said_to_travel(
+    store: Path, tmp_path: Path
+) -> None:
+    with mounted(store, tmp_path) as mount:
+        (mount.path / "workspace" / "key").write_text(
+            "-----BEGIN OPENSSH PRIVATE KEY-----\nabc\n-----END OPENSSH PRIVATE KEY-----\n"
+        )
+        mount.run("sync", str(mount.path))
+        (mount.path / "workspace" / ".netrc").write_text("secret")
+        kept = {one["path"] for one in mount.status()["kept_local"]}
+        assert {"workspace/key", "workspace/.netrc"} <= kept
+        told = mount.status("--what-travels")
+        assert kept == {one["path"] for one in told["kept_local"]}
+        assert not kept & {one["path"] for one in told["files"]}
+        (mount.path / "workspace" / "key").unlink()
+        assert "workspace/key" not in {one["path"] for one in mount.status()["kept_local"]}
