@@ -345,6 +345,8 @@ class Agent:
         disk = os.statvfs(self.folder)
         low = min(FREE_BYTES_MIN, disk.f_blocks * disk.f_frsize // FREE_SHARE_MIN)
         free = disk.f_bavail * disk.f_frsize
+        if free >= low:
+            self.volume.keep_reserve()
         if free >= low or time.monotonic() < self._room_again:
             return
         if await self.volume.make_room(low - free) == 0:

@@ -36,6 +36,8 @@ BUSY_POLL_S = 0.1
 REPLY_GRACE_S = 0.05
 FUSE_TASKS_MAX = 64
 READ_AHEAD_KIB = 1_024
+# How a seal that failed at the end is called, by its exit code.
+STATES = {3: "conflict", 4: "auth-required", 5: "quota", 6: "corrupt"}
 
 
 class Daemon:
@@ -146,7 +148,7 @@ class Daemon:
             except HpkfsError as error:
                 log.error("%s", error)
                 self._outcome = {
-                    "state": "dirty",
+                    "state": STATES.get(error.exit_code, "dirty"),
                     "exit_code": error.exit_code,
                     "detail": str(error),
                     "pending": 0,

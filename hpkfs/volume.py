@@ -18,7 +18,7 @@ import os
 import stat
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import trio
 
@@ -29,7 +29,7 @@ from hpkfs.inodes import DIRTY, ROOT_INO, Inode, InodeTable
 from hpkfs.reserve import RESERVE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from hpkfs.content import Content
     from hpkfs.journal import Journal
@@ -45,6 +45,8 @@ PATH_DEPTH_MAX = 2_048
 # the binding does not tell it from a time that was named; so every time here comes from it too,
 # or what is touched later could seem older (test_regression_what_changes_later_is_never_older).
 CLOCK_REALTIME_COARSE = 5  # clock_gettime(2); Python has no name for it
+
+Removed = TypeVar("Removed")
 
 # Sidecars that hold a part of a database's content until SQLite checkpoints it.
 DATABASE_SIDECARS = (b"-wal", b"-journal")
@@ -218,13 +220,16 @@ class Volume:
         gone = [i for i in self._dead if i not in self._opens and i not in self._lookups]
         if not gone:
             return
-        with self.journal.transaction():
-            for ino in gone:
-                self.journal.drop_inode(ino)
+        self._with_reserve(lambda: self._drop(gone))
         for ino in gone:
             self._dead.discard(ino)
             self.inodes.drop(ino)
             self.content.forget(ino)
+
+    def _drop(self, inos: list[int]) -> None:
+        with self.journal.transaction():
+            for ino in inos:
+                self.journal.drop_inode(ino)
 
     async def open(self, ino: int, flags: int) -> Inode:
         """Open a file; O_TRUNC empties it."""
@@ -327,6 +332,9 @@ class Volume:
 
     def unlink(self, parent: int, name: bytes) -> Inode:
         """Remove a name that is no folder; an open file lives until it is closed."""
+        return self._with_reserve(lambda: self._unlink(parent, name))
+
+    def _unlink(self, parent: int, name: bytes) -> Inode:
         inode = self.find(parent, name)
         if inode.is_folder:
             raise _error(errno.EISDIR)
@@ -341,6 +349,17 @@ class Volume:
 
     def rmdir(self, parent: int, name: bytes) -> None:
         """Remove an empty folder."""
+        self._with_reserve(lambda: self._rmdir(parent, name))
+
+    def _with_reserve(self, remove: Callable[[], Removed]) -> Removed:
+        """Remove something; on a full disk with the space put by, else nothing could be removed."""
+        try:
+            return remove()
+        except QuotaError:
+            self._reserve.give()
+            return remove()
+
+    def _rmdir(self, parent: int, name: bytes) -> None:
         inode = self.find(parent, name)
         if not inode.is_folder:
             raise _error(errno.ENOTDIR)
@@ -641,6 +660,10 @@ class Volume:
     async def sync_journal(self) -> None:
         """Make every operation before this one survive a power cut."""
         await trio.to_thread.run_sync(self.journal.sync)
+
+    def keep_reserve(self) -> None:
+        """Put space by again, where it was used."""
+        self._reserve.take()
 
     async def make_room(self, wanted_bytes: int) -> int:
         """Evict clean chunks of files that nobody holds open; returns the bytes freed."""

@@ -358,6 +358,12 @@ def write_without_end(path: Path) -> None:
             out.write(os.urandom(100_000))
 
 
+def create_without_end(folder: Path) -> None:
+    """Until the journal has no room, either."""
+    for number in range(10_000):
+        (folder / f"empty-{number}").touch()
+
+
 # -- a full disk under the state directory ------------------------------------------------------
 
 
@@ -387,6 +393,27 @@ def test_a_full_state_disk_answers_enospc_and_loses_nothing(store: Path, tmp_pat
     found = on_the_store(store, tmp_path / "other")
     assert found["workspace/kept.bin"] == kept
     assert found["workspace/after.txt"] == b"space again"
+
+
+@needs_root
+def test_regression_deleting_files_makes_room_on_a_full_disk(store: Path, tmp_path: Path) -> None:
+    with tiny_disk(tmp_path / "m-state", 24_576), mounted(store, tmp_path) as mount:
+        (mount.path / "folder").mkdir()
+        for name in ("workspace/one", "workspace/two", "logs"):
+            with contextlib.suppress(OSError):
+                write_without_end(mount.path / name)
+        with pytest.raises(OSError, match="No space left"):
+            create_without_end(mount.path)
+        for name in ("workspace/one", "workspace/two", "logs"):
+            (mount.path / name).unlink(missing_ok=True)
+        (mount.path / "folder").rmdir()
+        deadline = time.monotonic() + 20
+        while os.statvfs(mount.path).f_bavail * 4_096 < 6 << 20:
+            assert time.monotonic() < deadline, "the space of what was deleted stays taken"
+            time.sleep(0.05)
+        put(mount, "after.txt", "space again")
+        mount.run("sync", str(mount.path))
+        assert mount.status()["state"] == "clean"
 
 
 @needs_root
