@@ -39,6 +39,7 @@ from hpkfs.history import History
 from hpkfs.inodes import DIRTY, HYDRATED, ROOT_INO, UNVERIFIED
 from hpkfs.journal import Journal
 from hpkfs.objects import ObjectStore
+from hpkfs.options import EXIT_CODES
 from hpkfs.publisher import META_CONFLICT, META_HEAD, Publisher, store_is_empty
 from hpkfs.refresher import META_ATTRIBUTES, META_PORTABLE, META_START, Installer, load
 from hpkfs.reserve import Reserve
@@ -81,17 +82,6 @@ MOUNTPOINTS_MAX = 8
 META_TOLD = "told_names"
 START_RECORDED_S = 60.0
 CACHE_BYTES_DEFAULT = 4 << 30
-
-EXIT_CODES = {
-    "clean": 0,
-    "offline": 0,
-    "dirty": 2,
-    "pending": 2,
-    "conflict": 3,
-    "auth-required": 4,
-    "quota": 5,
-    "corrupt": 6,
-}
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from hpkfs import mountpoint, places, show
 from hpkfs.arguments import parse_checkpoint
 from hpkfs.client import ControlClient, MountRecord, all_mounts, find_dead_mount, find_mount
 from hpkfs.errors import TransientError, UsageError
+from hpkfs.options import EXIT_CODES
 from hpkfs.terminal import Progress, print_json, print_result, say
 
 if TYPE_CHECKING:
@@ -27,14 +28,6 @@ EXIT_USAGE: Final = 1
 ANSWER_TIMEOUT_S: Final = 30.0
 WATCH_S: Final = 2.0
 FOLLOW_S: Final = 1.0
-EXIT_CODES: Final = {
-    "dirty": 2,
-    "pending": 2,
-    "conflict": 3,
-    "auth-required": 4,
-    "quota": 5,
-    "corrupt": 6,
-}
 
 
 def list_mounts(args: argparse.Namespace) -> int:

@@ -242,19 +242,6 @@ class Daemon:
         places.unregister(self.socket_path())
 
 
-def history_row(row: Checkpoint) -> dict[str, object]:
-    """One checkpoint as `history --json` shows it."""
-    return {
-        "snapshot_id": row.snapshot_id,
-        "created_at": row.created_at,
-        "device_id": row.device_id,
-        "parent": row.parent_id,
-        "files": row.files,
-        "bytes": row.bytes,
-        "state": row.state,
-    }
-
-
 def history_entry(history: History, row: Checkpoint) -> HistoryEntry:
     """One checkpoint as `.hpkfs/history/` shows it."""
 

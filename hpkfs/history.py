@@ -119,6 +119,23 @@ class History:
         return fitting[0]
 
 
+def listed(chain: Chain) -> dict[str, object]:
+    """A chain as `history --json` shows it, with a daemon and without."""
+    rows = [
+        {
+            "snapshot_id": row.snapshot_id,
+            "created_at": row.created_at,
+            "device_id": row.device_id,
+            "parent": row.parent_id,
+            "files": row.files,
+            "bytes": row.bytes,
+            "state": row.state,
+        }
+        for row in chain.rows
+    ]
+    return {"checkpoints": rows, "unread": 0 if chain.complete else None}
+
+
 def parent_of(row: Checkpoint) -> Reference | None:
     """The reference to a checkpoint's parent."""
     if row.parent_id is None or row.parent_sha256 is None:

@@ -21,9 +21,10 @@ from hpkfs import mountpoint, places
 from hpkfs.agent import Agent, AgentOptions
 from hpkfs.core.documents import Reference
 from hpkfs.core.ids import timestamp_ns
-from hpkfs.daemon import Daemon, history_entry, history_row
+from hpkfs.daemon import Daemon, history_entry
 from hpkfs.errors import HpkfsError, SavedLocallyError, UsageError
 from hpkfs.fuse import Filesystem
+from hpkfs.history import listed
 from hpkfs.readonly import ReadOnlyDaemon
 from hpkfs.restore import restore
 from hpkfs.transport.stores import make_transport
@@ -239,11 +240,7 @@ class ReadWriteDaemon(Daemon):
         if reference is None:
             return {"checkpoints": [], "unread": 0}
         count = int(limit) if isinstance(limit, int) else None
-        chain = await self.agent.history.chain(reference, limit=count)
-        return {
-            "checkpoints": [history_row(row) for row in chain.rows],
-            "unread": 0 if chain.complete else None,
-        }
+        return listed(await self.agent.history.chain(reference, limit=count))
 
     async def _restore(self, wanted: str, paths: list[str]) -> dict[str, object]:
         reference = self._newest()

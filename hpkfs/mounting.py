@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Final
 from hpkfs import mountpoint, places, show
 from hpkfs.arguments import parse_checkpoint, parse_listed, parse_seconds, parse_size
 from hpkfs.client import ControlClient, all_mounts, find_mount
-from hpkfs.commands import EXIT_CODES, absolute, exit_code, not_mounted
+from hpkfs.commands import absolute, exit_code, not_mounted
 from hpkfs.core.uris import FileStore
 from hpkfs.errors import BusyError, TransientError, UsageError
-from hpkfs.options import MountOptions
+from hpkfs.options import EXIT_CODES, MountOptions
 from hpkfs.terminal import Progress, print_result, say, warn
 
 if TYPE_CHECKING:

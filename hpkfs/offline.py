@@ -29,7 +29,7 @@ from hpkfs.errors import (
     TransientError,
     UsageError,
 )
-from hpkfs.history import History
+from hpkfs.history import History, listed
 from hpkfs.objects import ObjectStore
 from hpkfs.refresher import visible_files
 from hpkfs.transport.base import HEAD_NAME
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
     from hpkfs.core.documents import Head, Snapshot
     from hpkfs.core.uris import StoreUri
-    from hpkfs.history import Chain
-    from hpkfs.journal import Checkpoint
     from hpkfs.transport.base import Transport
 
 RETRY_S: Final = 2.0
@@ -278,7 +276,7 @@ async def _history(place: _Place, limit: int | None) -> dict[str, object]:
         newest = await _newest(agent)
         if newest is None:
             return {"checkpoints": [], "unread": 0}
-        return _listed(await agent.history.chain(newest, limit=limit))
+        return listed(await agent.history.chain(newest, limit=limit))
 
 
 async def _newest(agent: Agent) -> Reference | None:
@@ -315,24 +313,4 @@ async def _history_of_store(
             cache_bytes=CACHE_BYTES_DEFAULT,
         )
         newest = Reference(head.snapshot_id, head.sha256)
-        return _listed(await History(objects, None).chain(newest, limit=limit))
-
-
-def _listed(chain: Chain) -> dict[str, object]:
-    return {
-        "checkpoints": [_row(row) for row in chain.rows],
-        "unread": 0 if chain.complete else None,
-    }
-
-
-def _row(row: Checkpoint) -> dict[str, object]:
-    """One checkpoint as `history --json` shows it, also with a daemon."""
-    return {
-        "snapshot_id": row.snapshot_id,
-        "created_at": row.created_at,
-        "device_id": row.device_id,
-        "parent": row.parent_id,
-        "files": row.files,
-        "bytes": row.bytes,
-        "state": row.state,
-    }
+        return listed(await History(objects, None).chain(newest, limit=limit))

@@ -1,4 +1,4 @@
-"""How a mount is asked for: what the command line hands to the daemon.
+"""How a mount is asked for, and how its end is told: what command line and daemon share.
 
 It stands apart from both, so that neither has to import the other.
 """
@@ -10,6 +10,17 @@ from typing import Final
 
 CACHE_SIZE_BYTES_DEFAULT: Final = 4 << 30
 SEAL_AFTER_S_DEFAULT: Final = 30.0
+# The exit code of each state of an agent.
+EXIT_CODES: Final = {
+    "clean": 0,
+    "offline": 0,
+    "dirty": 2,
+    "pending": 2,
+    "conflict": 3,
+    "auth-required": 4,
+    "quota": 5,
+    "corrupt": 6,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,10 @@ import trio
 from hpkfs import places
 from hpkfs.core.documents import Reference
 from hpkfs.core.ids import timestamp_ns
-from hpkfs.daemon import Daemon, history_entry, history_row
+from hpkfs.daemon import Daemon, history_entry
 from hpkfs.errors import UsageError
 from hpkfs.fuse import Filesystem
-from hpkfs.history import History
+from hpkfs.history import History, listed
 from hpkfs.objects import ObjectStore
 from hpkfs.refresher import load
 from hpkfs.transport.stores import make_transport
@@ -170,11 +170,7 @@ class ReadOnlyDaemon(Daemon):
             case "history":
                 limit = args.get("limit")
                 count = int(limit) if limit else None
-                chain = await self._history_of.chain(self._reference, limit=count)
-                return {
-                    "checkpoints": [history_row(row) for row in chain.rows],
-                    "unread": 0 if chain.complete else None,
-                }
+                return listed(await self._history_of.chain(self._reference, limit=count))
             case _:
                 raise UsageError(
                     f"{self.mountpoint} is a read-only mount; {op} is not possible there.",
