@@ -36,7 +36,7 @@ from hpkfs.errors import (
     UsageError,
 )
 from hpkfs.history import History
-from hpkfs.inodes import DIRTY, HYDRATED, ROOT_INO, UNVERIFIED
+from hpkfs.inodes import DIRTY, HYDRATED, ROOT_INO
 from hpkfs.journal import Journal
 from hpkfs.objects import ObjectStore
 from hpkfs.options import EXIT_CODES
@@ -152,6 +152,7 @@ class Agent:
         self._sync_lock = trio.Lock()
         self._trimmed = 0.0
         self._room_again = 0.0
+        self._fetches_seen = 0
         if self.journal.has_unsealed():
             self.volume.changed_since = self.volume.changed_last = time.monotonic()
 
@@ -317,6 +318,7 @@ class Agent:
             await trio.sleep(MAINTENANCE_S)
             try:
                 await self._keep_space()
+                await self.keep_bound()
                 self.content.save_states()
                 self.volume.bury()
                 if self.journal.dropped():
@@ -341,6 +343,35 @@ class Agent:
             return
         if await self.volume.make_room(low - free) == 0:
             self._room_again = time.monotonic() + ROOM_AGAIN_S  # all that is left is dirty
+
+    async def keep_bound(self) -> None:
+        """Keep all clean bytes within `--cache-size`: objects go first, then documents."""
+        if self.content.fetches == self._fetches_seen:
+            return
+        self._fetches_seen = self.content.fetches
+        clean = [pair for pair in self._recorded_files() if self.content.evictable_bytes(pair[0])]
+        held = sum(self.content.evictable_bytes(inode) for inode, _ in clean)
+        bound = self.options.cache_bytes
+        if held + self.objects.cached_bytes() <= bound:
+            return
+        await trio.to_thread.run_sync(self.objects.evict, max(bound - held, 0))
+        waiting = self.publisher.waiting_objects() if self.publisher else set()
+        for inode, _path in sorted(clean, key=lambda pair: -_rank(pair[1])):
+            if held <= bound:
+                return
+            held -= await self.content.evict(
+                [inode],
+                keep=lambda one: self.volume.is_open(one.ino) or self._is_needed(one, waiting),
+            )
+
+    def _recorded_files(self) -> list[tuple[Inode, str]]:
+        """Files whose bytes the store has, too, with their paths."""
+        found = []
+        for ino, _states in self.journal.with_states():
+            inode = self.volume.inodes.get(ino)
+            if inode is not None and inode.nlink:
+                found.append((inode, self.volume.path_of(inode)))
+        return found
 
     async def _record_start(self) -> None:
         """Note what is read in the first minute, for the next machine's start."""
@@ -417,17 +448,18 @@ class Agent:
                 nursery.start_soon(fetch, inode)
 
     def _absent_files(self) -> list[tuple[Inode, str]]:
+        """What background hydration fetches, in its order, as far as `--cache-size` goes."""
+        files = sorted(self._recorded_files(), key=lambda pair: (_rank(pair[1]), pair[1]))
+        room = self.options.cache_bytes
+        room -= sum(self.content.evictable_bytes(inode) for inode, _ in files)
         found = []
-        held = 0
-        for ino, states in self.journal.with_states():
-            if any(state in (0, UNVERIFIED) for state in bytes(states)):
-                inode = self.volume.inodes.get(ino)
-                if inode is not None and inode.nlink:
-                    held += inode.size
-                    if held > self.options.cache_bytes:
-                        break
-                    found.append((inode, self.volume.path_of(inode)))
-        return sorted(found, key=lambda pair: (_rank(pair[1]), pair[1]))
+        for inode, path in files:
+            if inode.absent:
+                room -= inode.size
+                if room < 0:
+                    break
+                found.append((inode, path))
+        return found
 
     async def _seal_and_publish(self) -> None:
         delay = 0.0
@@ -584,7 +616,7 @@ class Agent:
             "state": state,
             "detail": detail,
             "exit_code": EXIT_CODES[state],
-            "head": None if head is None else _point(head.snapshot_id, head.created_at),
+            "head": _point(head_id, head.created_at if head else None) if head_id else None,
             "base": shown,
             "pending": {
                 "checkpoints": waiting.checkpoints if waiting else 0,
@@ -802,7 +834,7 @@ def _totals(survey: Survey) -> dict[str, object]:
     }
 
 
-def _point(snapshot_id: str, created_at: str) -> dict[str, str]:
+def _point(snapshot_id: str, created_at: str | None) -> dict[str, str | None]:
     return {"snapshot_id": snapshot_id, "created_at": created_at}
 
 

@@ -61,6 +61,8 @@ class Content:
         self._objects = objects
         self._disk = disk
         self._fds: OrderedDict[int, int] = OrderedDict()
+        # Chunks hydrated since the start: whoever bounds them sees whether there are new ones.
+        self.fetches = 0
         self._suspect: set[int] = set()
         self._spare_folder = f"{folder}.spare"
         self._spares: list[str] = []
@@ -326,6 +328,7 @@ class Content:
         inode.states[index] = HYDRATED
         inode.count_absent()
         self._unsaved_states[inode.ino] = inode
+        self.fetches += 1
 
     def save_states(self) -> None:
         """Note the chunks hydrated since the last call; lost ones would only be fetched again."""

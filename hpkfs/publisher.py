@@ -208,7 +208,9 @@ class Publisher:
 
     def conflict(self, theirs: str, row: Checkpoint) -> ConflictError:
         """The sentences of a head that moved elsewhere; the state stays until it is resolved."""
-        self._journal.set_meta(META_CONFLICT, theirs)
+        with self._journal.transaction():
+            self._journal.set_meta(META_CONFLICT, theirs)
+            self._journal.set_meta(META_HEAD, theirs)
         return ConflictError(
             f"The store's checkpoint is now {theirs}, made elsewhere.",
             kept=(

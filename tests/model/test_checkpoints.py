@@ -454,3 +454,18 @@ async def test_a_backing_file_that_is_used_again_shows_nothing_of_before(
         made = here.volume.resolve("fresh")
         assert (made.size, made.mtime_ns) == (0, before)
         assert os.listdir(spare) == []
+
+
+async def test_clean_bytes_stay_within_the_cache_size(store: Path, tmp_path: Path) -> None:
+    async with desk(store, tmp_path / "a", cache_bytes=400_000) as here:
+        await here.read("workspace/data/sample.bin")
+        await here.read("SOUL.md")
+        here.agent.content.save_states()
+        await here.agent.keep_bound()
+        held = sum(
+            here.agent.content.evictable_bytes(here.volume.resolve(path))
+            for path in ("workspace/data/sample.bin", "SOUL.md", "state.db")
+        )
+        assert held <= 400_000
+        assert here.volume.resolve("workspace/data/sample.bin").absent == 2
+        assert not here.volume.resolve("SOUL.md").absent

@@ -105,7 +105,9 @@ class Desk:
 
 
 @contextlib.asynccontextmanager
-async def desk(store: Path | str, state: Path, *, offline: bool = False) -> AsyncIterator[Desk]:
+async def desk(
+    store: Path | str, state: Path, *, offline: bool = False, cache_bytes: int = 4 << 30
+) -> AsyncIterator[Desk]:
     """Open an agent, as a mount does."""
     options = AgentOptions(
         uri=f"file://{store}",
@@ -113,6 +115,7 @@ async def desk(store: Path | str, state: Path, *, offline: bool = False) -> Asyn
         device_id=f"{abs(hash(state.name)):032x}"[-32:],
         mountpoint="/mnt/agent",
         offline=offline,
+        cache_bytes=cache_bytes,
     )
     agent = Agent(options, LocalTransport(str(store)))
     try:
