@@ -102,7 +102,7 @@ class Daemon:
                     control_nursery.start_soon(self._signals, control_nursery)
                     nursery.start_soon(self._run_fuse)
                     await trio.to_thread.run_sync(_raise_read_ahead, self.mountpoint)
-                    ready(self.record())
+                    ready({**self.record(), **self.first_state()})
                     # Last, since looking for what is to be fetched takes a while.
                     await nursery.start(self.background)
                 await self._end()
@@ -230,6 +230,10 @@ class Daemon:
             "read_only": self.read_only,
             "started_at": int(time.time()),
         }
+
+    def first_state(self) -> dict[str, object]:
+        """`state` and `detail` as a mount begins."""
+        return {"state": "clean", "detail": ""}
 
     def socket_path(self) -> str:
         """The control socket."""

@@ -28,6 +28,8 @@ SQLITE_MIN: Final = (3, 35, 0)
 # The library's file names: up to 3.16, and from 3.17 on.
 LIBFUSE_NAMES: Final = ("libfuse3.so.3", "libfuse3.so.4")
 CONTAINER_MARKS: Final = ("/.dockerenv", "/run/.containerenv")
+# Major 10, minor 229 (Documentation/admin-guide/devices.txt of the kernel).
+FUSE_DEVICE: Final = os.makedev(10, 229)
 CONTAINER_REMEDY: Final = (
     "In a container: start it with --device /dev/fuse --cap-add SYS_ADMIN, and where AppArmor is "
     "active with --security-opt apparmor=unconfined."
@@ -144,7 +146,8 @@ def check_device(path: str, *, in_container: bool) -> Finding:
     remedy = CONTAINER_REMEDY if in_container else "Load the kernel's module: modprobe fuse."
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        is_device = stat.S_ISCHR(os.fstat(fd).st_mode)
+        found = os.fstat(fd)
+        is_device = stat.S_ISCHR(found.st_mode) and found.st_rdev == FUSE_DEVICE
         os.close(fd)
     except FileNotFoundError:
         return Finding("device", ok=False, detail=f"{path} is missing", remedy=remedy)
@@ -158,7 +161,7 @@ def check_device(path: str, *, in_container: bool) -> Finding:
         detail = f"{path} cannot be opened: {os.strerror(error.errno or errno.EIO)}"
         return Finding("device", ok=False, detail=detail, remedy=remedy)
     if not is_device:  # a container may have hidden it behind an empty file
-        return Finding("device", ok=False, detail=f"{path} is no device", remedy=remedy)
+        return Finding("device", ok=False, detail=f"{path} is no device of FUSE", remedy=remedy)
     return Finding("device", ok=True, detail=f"{path} can be opened")
 
 

@@ -27,6 +27,7 @@ from hpkfs.core.limits import MAX_HEAD
 from hpkfs.core.uris import FileStore
 from hpkfs.errors import BusyError, IntegrityError, MissingObjectError, UsageError
 from hpkfs.inodes import ROOT_INO
+from hpkfs.survey import shown
 from hpkfs.transport.local import LocalTransport
 from hpkfs.transport.stores import make_transport
 from hpkfs.volume import Caller
@@ -80,7 +81,7 @@ def init_store(
 
     Returns:
         What was made: `uri`, `agent_id`, `snapshot_id`, `state_dir`, `files` (in the checkpoint),
-        `local_files`, `travels` (paths), `kept_local`, `skipped`.
+        `local_files`, `local_names` (top-level), `travels` (paths), `kept_local`, `skipped`.
 
     Raises:
         UsageError: the store has an agent already; nothing was touched.
@@ -345,6 +346,7 @@ async def _fill(agent: Agent, agent_id: str, source: Source, made: _Made) -> dic
         "detail": result["detail"],
         "files": len(travels),
         "local_files": max(copier.done.files - len(travels), 0),
+        "local_names": _local_names(agent, travels),
         "travels": travels,
         "kept_local": agent.status()["kept_local"],
         "skipped": [{"path": p, "reason": r} for p, r in copier.done.skipped],
@@ -353,6 +355,17 @@ async def _fill(agent: Agent, agent_id: str, source: Source, made: _Made) -> dic
         assert source.home is not None, "a home is adopted"
         told["before"] = await trio.to_thread.run_sync(_finish_adoption, agent, copier, source.home)
     return told
+
+
+def _local_names(agent: Agent, travels: list[str]) -> list[str]:
+    """Top-level names with nothing in the checkpoint; a folder has a slash."""
+    tops = {path.partition("/")[0] for path in travels}
+    names = []
+    for name, inode in agent.volume.walk_folder(ROOT_INO):
+        text = shown(os.fsdecode(name))
+        if os.fsdecode(name) not in tops:
+            names.append(text + "/" * inode.is_folder)
+    return names
 
 
 def _travelling(agent: Agent) -> list[str]:

@@ -578,5 +578,9 @@ def _translate(error: sqlite3.Error, path: str) -> QuotaError | JournalError:
     return JournalError(
         f"The journal {path} cannot be used: {text}.",
         kept="The store and the files under `backing/` beside it were not touched.",
-        next_step="Keep a copy of the state directory, then run `hpkfs fsck` on it.",
+        next_step=(
+            "Keep a copy of the state directory; `hpkfs fsck` says more. To go on with what is on"
+            " the store, mount with another --state-dir; the newest bytes are in `backing/` and"
+            " `pending/` of the copy."
+        ),
     )

@@ -124,6 +124,11 @@ class ReadWriteDaemon(Daemon):
             raise
         return cls(options, agent, lock)
 
+    def first_state(self) -> dict[str, object]:
+        """A store that is away, or a conflict, is told at every start."""
+        state, detail = self.agent.state()
+        return {"state": state, "detail": detail}
+
     def filesystem(self) -> Filesystem:
         """The handlers over the volume."""
         return Filesystem(

@@ -233,6 +233,8 @@ def _print_mounted(result: dict[str, Any]) -> None:
     if result.get("moved_to"):
         left = f"What lay in the bare directory is now in {result['moved_to']}."
         warn(show.clean(left))
+    if result.get("state") not in {None, "clean", "dirty", "pending"}:
+        warn(show.clean(f"The state is {result['state']}: {result.get('detail')}"))
     if result.get("read_only"):
         say(show.clean(f"Mounted read-only on {result['mountpoint']}."))
     else:

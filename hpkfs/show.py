@@ -85,7 +85,9 @@ def status(result: Mapping[str, Any]) -> list[str]:
     for label, key in (("Head", "head"), ("Base", "base")):
         point = result.get(key)
         if point and not (key == "base" and point == result.get("head")):
-            shown = f"{point.get('snapshot_id')} of {point.get('created_at')}"
+            shown = str(point.get("snapshot_id"))
+            if point.get("created_at"):
+                shown += f" of {point['created_at']}"
             lines.append(f"{label}:    {clean(shown)}")
     lines += _amounts(result)
     dirty = result.get("dirty") or []
@@ -210,6 +212,9 @@ def made(result: Mapping[str, Any]) -> list[str]:
     if result.get("local_files"):
         where = clean(result.get("state_dir"))
         lines.append(f"{count(result['local_files'], 'file')} stay on this machine, in {where}.")
+    if result.get("local_names"):
+        names = clean(", ".join(result["local_names"]))
+        lines.append(f"Bound to a machine, secret or not known, so not on the store: {names}")
     if result.get("kept_local"):
         lines += [
             "Among what travels, these stay on this machine:",
@@ -217,6 +222,8 @@ def made(result: Mapping[str, Any]) -> list[str]:
         ]
     if result.get("skipped"):
         lines += ["Not taken over:", *kept_local(result["skipped"])]
+    if result.get("detail"):
+        lines.append(clean(result["detail"]))
     return lines
 
 

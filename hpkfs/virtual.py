@@ -105,6 +105,7 @@ class VirtualTree:
         default_factory=lambda: LRUCache(maxsize=PIECES_IN_MEMORY_MAX)
     )
     _status_text: dict[int, bytes] = field(default_factory=dict)
+    _totals: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         """Make `.hpkfs/` and what is always in it."""
@@ -184,9 +185,8 @@ class VirtualTree:
         return b"".join(parts)
 
     def totals(self) -> tuple[int, int]:
-        """Number and bytes of the files shown outside the history."""
-        files = [n for n in self._nodes.values() if stat.S_ISREG(n.mode) and n.content is None]
-        return len(files), sum(node.size for node in files)
+        """Number and bytes of the files of a read-only mount's checkpoint."""
+        return self._totals
 
     def statvfs(self) -> os.statvfs_result:
         """The disk that holds the state directory."""
@@ -215,6 +215,8 @@ class VirtualTree:
         )  # fmt: skip
         self._nodes[ROOT_INO] = root
         self._fill(root, loaded)
+        files = [node for node in self._nodes.values() if node.record is not None]
+        self._totals = len(files), sum(node.size for node in files)
 
     async def _children(self, node: Node) -> Children:
         if not stat.S_ISDIR(node.mode):

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 KEY_SEARCH_BYTES = 256
 _HEADER_STARTS_WITHIN = 200
 
-IGNORE_FILE = "workspace/.pubkyignore"
 
 _ALWAYS_LOCAL = frozenset({"config.yaml", "state.db-wal", "state.db-shm", "state.db-journal"})
 _VIRTUAL = ".hpkfs"

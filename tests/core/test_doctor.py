@@ -59,15 +59,22 @@ def test_a_device_that_may_not_be_opened_is_told_apart(
     assert "chmod 0666" in finding.remedy
 
 
+@pytest.mark.fuse
 def test_a_device_that_opens_is_fine() -> None:
-    assert doctor.check_device("/dev/null", in_container=False).ok
+    assert doctor.check_device("/dev/fuse", in_container=False).ok
+
+
+def test_another_device_in_its_place_is_no_device() -> None:
+    finding = doctor.check_device("/dev/null", in_container=False)
+    assert not finding.ok
+    assert "is no device of FUSE" in finding.detail
 
 
 def test_a_file_in_the_place_of_the_device_is_no_device(tmp_path: Path) -> None:
     (tmp_path / "fuse").touch()
     finding = doctor.check_device(str(tmp_path / "fuse"), in_container=False)
     assert not finding.ok
-    assert "is no device" in finding.detail
+    assert "is no device of FUSE" in finding.detail
 
 
 def test_a_missing_helper_is_named() -> None:
