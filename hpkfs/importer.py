@@ -24,6 +24,7 @@ from hpkfs.agent import Agent, AgentOptions
 from hpkfs.copier import WORKSPACE, Copier
 from hpkfs.core.ids import is_agent_id
 from hpkfs.core.limits import MAX_HEAD
+from hpkfs.core.policy import Rule
 from hpkfs.core.uris import FileStore
 from hpkfs.errors import BusyError, IntegrityError, MissingObjectError, UsageError
 from hpkfs.inodes import ROOT_INO
@@ -362,9 +363,10 @@ def _local_names(agent: Agent, travels: list[str]) -> list[str]:
     tops = {path.partition("/")[0] for path in travels}
     names = []
     for name, inode in agent.volume.walk_folder(ROOT_INO):
-        text = shown(os.fsdecode(name))
-        if os.fsdecode(name) not in tops:
-            names.append(text + "/" * inode.is_folder)
+        path = os.fsdecode(name)
+        decision = agent.volume.policy.decide(path, is_folder=inode.is_folder)
+        if path not in tops and path != "memories" and decision.rule is not Rule.TRAVELLING:
+            names.append(shown(path) + "/" * inode.is_folder)
     return names
 
 
