@@ -90,7 +90,9 @@ class ControlClient:
                 connection.settimeout(CONNECT_TIMEOUT_S)
                 connection.connect(self._path)
                 connection.settimeout(timeout_s)
-                connection.sendall(line)
+                # A daemon that refuses at once has answered already, and reads no request.
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    connection.sendall(line)
                 return _read_result(connection, on_progress)
         except TimeoutError as error:
             raise TransientError(

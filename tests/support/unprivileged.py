@@ -9,6 +9,7 @@ read it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import signal
@@ -57,7 +58,26 @@ def missing() -> str:
     absent = [tool for tool in TOOLS if not shutil.which(tool)]
     if absent:
         return f"{', '.join(absent)} is missing"
-    return "" if Path(PYTHON).exists() else f"{PYTHON} is missing"
+    if not Path(PYTHON).exists():
+        return f"{PYTHON} is missing"
+    return refused()
+
+
+@functools.cache
+def refused() -> str:
+    """Say what the system refuses of the user's namespace, as some containers do; tried once."""
+    fusermount = shutil.which("fusermount3")
+    if not fusermount:
+        return "fusermount3 is missing"
+    with tempfile.TemporaryDirectory(prefix="hpkfs-user-") as scratch:
+        prepare = PREPARE.partition("echo ready")[0]
+        tried = subprocess.run(
+            ("unshare", "--mount", "--propagation", "private", "sh", "-c", prepare, "sh", scratch,
+             os.path.realpath(fusermount)),
+            capture_output=True, text=True, check=False, timeout=60,
+        )  # fmt: skip
+    said = tried.stderr.strip().splitlines()
+    return f"no namespace for another user can be made: {said[:1]}" if tried.returncode else ""
 
 
 def wheels() -> Path:
