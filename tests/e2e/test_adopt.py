@@ -395,6 +395,12 @@ def test_a_real_home_is_adopted_and_hermes_goes_on_in_it(
 # -- init --from-home, with every oddity -----------------------------------------------------
 
 
+def tells_holes(file: Path) -> bool:
+    """Whether the disk says where a file has holes; without that nobody can copy them as such."""
+    with file.open("rb") as opened:
+        return os.lseek(opened.fileno(), 0, os.SEEK_DATA) > 0
+
+
 def longest_name(folder: Path) -> str:
     """The longest name that the disk takes: an overlay may take fewer bytes than it says."""
     for length in range(252, 100, -1):
@@ -449,7 +455,8 @@ def test_oddities_of_a_home_are_taken_over_or_reported(home: Path, mount: Mount)
     assert "workspace/Case.md" in kept["workspace/case.md"]
     assert "workspace/" + unicodedata.normalize("NFC", NFD) in logical_paths(mount)
     backing = sum(file.stat().st_blocks * 512 for file in mount.state.rglob("*"))
-    assert backing < 64 << 20, "holes stay holes"
+    if tells_holes(work / "sparse.bin"):
+        assert backing < 64 << 20, "holes stay holes"
     mount.mount()
     del expected["workspace/socket"]
     shown = whole(mount.path)
