@@ -205,6 +205,17 @@ async def test_one_connection_too_many_is_told_so(
                 await ask(socket_path, "status")
 
 
+async def test_regression_a_refusal_is_read_although_the_request_could_not_be_sent(
+    monkeypatch: pytest.MonkeyPatch, socket_path: str, nursery: trio.Nursery
+) -> None:
+    monkeypatch.setattr(control, "CONNECTIONS_MAX", 0)
+    with trio.fail_after(PATIENCE_S):
+        await nursery.start(control.serve, FakeDaemon(), socket_path)
+        more_than_a_socket_holds = "x" * (client.LINE_BYTES_MAX - 1000)
+        with pytest.raises(BusyError, match="Too many"):
+            await ask(socket_path, "status", text=more_than_a_socket_holds)
+
+
 async def test_the_socket_is_private_and_goes_away(socket_path: str) -> None:
     async with trio.open_nursery() as nursery:
         await nursery.start(control.serve, FakeDaemon(), socket_path)

@@ -69,7 +69,7 @@ def needs(program: str) -> str:
 
 # -- editors ------------------------------------------------------------------------------
 
-VIM = ("vim", "-u", "NONE", "-es")
+VIM = (shutil.which("vim") or "vim.tiny", "-u", "NONE", "-es")
 VIM_SAVE = ("-c", "%s/$//", "-c", "wq", "f")
 SAVE_WITH = {
     "sed": ("sed", "-i", "s/line/line/", "f"),

@@ -34,8 +34,8 @@ TOOLS = ("unshare", "nsenter", "setpriv", "mknod", "fusermount3")
 # Runs in the new namespace, as root; $1 is an empty folder, $2 the path of fusermount3.
 PREPARE = """
 set -e
-# A copy of someone's FUSE mount would keep it alive after its end.
-awk '$3 ~ /^fuse/ {print $2}' /proc/self/mounts | while read -r path; do
+# A copy of someone's FUSE mount would keep it alive after its end. A container's root may be one.
+awk '$3 ~ /^fuse/ && $2 != "/" {print $2}' /proc/self/mounts | while read -r path; do
     umount --lazy "$(printf '%b' "$path")" || true  # it ended meanwhile
 done
 mount -t tmpfs -o mode=0755,size=1m tmpfs "$1"
@@ -76,8 +76,8 @@ def refused() -> str:
              os.path.realpath(fusermount)),
             capture_output=True, text=True, check=False, timeout=60,
         )  # fmt: skip
-    said = tried.stderr.strip().splitlines()
-    return f"no namespace for another user can be made: {said[:1]}" if tried.returncode else ""
+    said = tried.stderr.strip().partition("\n")[0]
+    return f"no namespace for another user can be made: {said}" if tried.returncode else ""
 
 
 def wheels() -> Path:
