@@ -39,7 +39,7 @@ from hpkfs.history import History
 from hpkfs.inodes import DIRTY, HYDRATED, ROOT_INO
 from hpkfs.journal import Journal
 from hpkfs.objects import ObjectStore
-from hpkfs.options import EXIT_CODES
+from hpkfs.options import CACHE_SIZE_BYTES_DEFAULT, EXIT_CODES, SEAL_AFTER_S_DEFAULT
 from hpkfs.publisher import META_CONFLICT, META_HEAD, Publisher, store_is_empty
 from hpkfs.refresher import META_ATTRIBUTES, META_PORTABLE, META_START, Installer, load
 from hpkfs.reserve import Reserve
@@ -59,7 +59,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SEAL_AFTER_S = 30.0
 SEAL_AFTER_S_MAX = 300.0
 MAINTENANCE_S = 1.0
 RETRY_S_MIN = 2.0
@@ -81,7 +80,6 @@ META_MOUNTPOINTS = "mountpoints"
 MOUNTPOINTS_MAX = 8
 META_TOLD = "told_names"
 START_RECORDED_S = 60.0
-CACHE_BYTES_DEFAULT = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +92,8 @@ class AgentOptions:
     mountpoint: str | None = None
     offline: bool = False
     lazy: bool = False
-    cache_bytes: int = CACHE_BYTES_DEFAULT
-    seal_after_s: float = SEAL_AFTER_S
+    cache_bytes: int = CACHE_SIZE_BYTES_DEFAULT
+    seal_after_s: float = SEAL_AFTER_S_DEFAULT
 
 
 class Agent:

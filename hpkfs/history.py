@@ -80,7 +80,7 @@ class History:
                     return Chain(rows, complete=False)
                 row = self._remember(snapshot, reference.sha256)
             rows.append(row)
-            reference = parent_of(row)
+            reference = row.parent
         return Chain(rows, complete=True)
 
     async def load(self, row: Checkpoint) -> Loaded:
@@ -88,8 +88,7 @@ class History:
         document = self._journal.document(row.snapshot_id) if self._journal else None
         if document is not None:
             return await load_documents(self._objects, parse_snapshot(document), document)
-        reference = Reference(row.snapshot_id, row.sha256)  # type: ignore[arg-type]  # checked ids
-        return await load(self._objects, reference, owner_id=None)
+        return await load(self._objects, row.reference, owner_id=None)
 
     async def find(self, newest: Reference, wanted: str, *, before_ns: int | None) -> Checkpoint:
         """The checkpoint that a person names by id, by the start of an id, or by time.
@@ -134,13 +133,6 @@ def listed(chain: Chain) -> dict[str, object]:
         for row in chain.rows
     ]
     return {"checkpoints": rows, "unread": 0 if chain.complete else None}
-
-
-def parent_of(row: Checkpoint) -> Reference | None:
-    """The reference to a checkpoint's parent."""
-    if row.parent_id is None or row.parent_sha256 is None:
-        return None
-    return Reference(row.parent_id, row.parent_sha256)  # type: ignore[arg-type]  # checked ids
 
 
 def entry_name(row: Checkpoint) -> str:

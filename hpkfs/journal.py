@@ -17,6 +17,8 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hpkfs.core.documents import Reference
+from hpkfs.core.ids import Digest, SnapshotId
 from hpkfs.errors import IntegrityError, JournalError, QuotaError
 from hpkfs.inodes import ROOT_INO, Inode
 
@@ -80,6 +82,18 @@ class Checkpoint:
     state: str
     files: int
     bytes: int
+
+    @property
+    def reference(self) -> Reference:
+        """Id and digest; both were checked when the row was written."""
+        return Reference(SnapshotId(self.snapshot_id), Digest(self.sha256))
+
+    @property
+    def parent(self) -> Reference | None:
+        """Id and digest of the checkpoint before; None for the first."""
+        if self.parent_id is None or self.parent_sha256 is None:
+            return None
+        return Reference(SnapshotId(self.parent_id), Digest(self.parent_sha256))
 
 
 _CHECKPOINT_COLUMNS = (
@@ -425,6 +439,11 @@ class Journal:
         else:
             rows = self._run(query + " WHERE state=? ORDER BY seq", (state,)).fetchall()
         return [Checkpoint(*row) for row in rows]
+
+    def base_reference(self) -> Reference | None:
+        """The checkpoint that the tree was last sealed as or installed from; None before that."""
+        base = self.get_meta(META_BASE)
+        return next((r.reference for r in self.checkpoints() if r.snapshot_id == base), None)
 
     def document(self, snapshot_id: str) -> bytes | None:
         """The canonical bytes of a checkpoint: kept for the base and for what is pending."""

@@ -19,7 +19,6 @@ import trio
 
 from hpkfs import mountpoint, places
 from hpkfs.agent import Agent, AgentOptions
-from hpkfs.core.documents import Reference
 from hpkfs.core.ids import timestamp_ns
 from hpkfs.daemon import Daemon, history_entry
 from hpkfs.errors import HpkfsError, SavedLocallyError, UsageError
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PUBLISH_BUDGET_S = 15.0
-BUSY_PATIENCE_S = 2.0
+SYNC_AGAIN_S = 2.0
 HEAPS_MAX = 2
 _M_ARENA_MAX = -8  # mallopt(3)
 
@@ -184,19 +183,11 @@ class ReadWriteDaemon(Daemon):
         return f" in process {', '.join(named)}" if named else ""
 
     async def _history_entries(self) -> list[HistoryEntry]:
-        reference = self._newest()
+        reference = self.agent.journal.base_reference()
         if reference is None:
             return []
         chain = await self.agent.history.chain(reference)
         return [history_entry(self.agent.history, row) for row in chain.rows]
-
-    def _newest(self) -> Reference | None:
-        rows = {row.snapshot_id: row for row in self.agent.journal.checkpoints()}
-        base = self.agent.journal.get_meta("base")
-        row = rows.get(base or "")
-        if row is None:
-            return None
-        return Reference(row.snapshot_id, row.sha256)  # type: ignore[arg-type]  # checked ids
 
     async def operate(self, op: str, args: dict[str, Any], progress: Any) -> dict[str, object]:
         """Requests on a read-write mount."""
@@ -238,17 +229,17 @@ class ReadWriteDaemon(Daemon):
             except SavedLocallyError:
                 if not wait:
                     raise
-                await trio.sleep(BUSY_PATIENCE_S)
+                await trio.sleep(SYNC_AGAIN_S)
 
     async def _history(self, limit: object) -> dict[str, object]:
-        reference = self._newest()
+        reference = self.agent.journal.base_reference()
         if reference is None:
             return {"checkpoints": [], "unread": 0}
         count = int(limit) if isinstance(limit, int) else None
         return listed(await self.agent.history.chain(reference, limit=count))
 
     async def _restore(self, wanted: str, paths: list[str]) -> dict[str, object]:
-        reference = self._newest()
+        reference = self.agent.journal.base_reference()
         assert reference is not None, "a mounted agent has a base"
         before = timestamp_ns(wanted) if "T" in wanted else None
         row = await self.agent.history.find(reference, wanted, before_ns=before)

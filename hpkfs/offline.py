@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from hpkfs import places
-from hpkfs.agent import CACHE_BYTES_DEFAULT, Agent, AgentOptions
+from hpkfs.agent import Agent, AgentOptions
 from hpkfs.core.documents import Reference, parse_head, parse_snapshot
 from hpkfs.core.limits import MAX_HEAD, MAX_SNAPSHOT
 from hpkfs.core.uris import FileStore
@@ -31,6 +31,7 @@ from hpkfs.errors import (
 )
 from hpkfs.history import History, listed
 from hpkfs.objects import ObjectStore
+from hpkfs.options import CACHE_SIZE_BYTES_DEFAULT
 from hpkfs.refresher import visible_files
 from hpkfs.transport.base import HEAD_NAME
 from hpkfs.transport.stores import make_transport
@@ -281,7 +282,7 @@ async def _history(place: _Place, limit: int | None) -> dict[str, object]:
 
 async def _newest(agent: Agent) -> Reference | None:
     """Our newest checkpoint while it waits here, else the store's head if it can be had."""
-    base = _base_reference(agent)
+    base = agent.journal.base_reference()
     if base is not None and agent.journal.checkpoints(state="pending"):
         return base
     try:
@@ -293,15 +294,6 @@ async def _newest(agent: Agent) -> Reference | None:
     return base if found is None else Reference(found[0].snapshot_id, found[0].sha256)
 
 
-def _base_reference(agent: Agent) -> Reference | None:
-    base = agent.installer.base()
-    rows = agent.journal.checkpoints()
-    row = next((r for r in rows if base and r.snapshot_id == base[0].snapshot_id), None)
-    if row is None:
-        return None
-    return Reference(row.snapshot_id, row.sha256)  # type: ignore[arg-type]  # checked ids
-
-
 async def _history_of_store(
     transport: Transport, head: Head, limit: int | None
 ) -> dict[str, object]:
@@ -310,7 +302,7 @@ async def _history_of_store(
             transport,
             cache_dir=scratch,
             pending_dir=os.path.join(scratch, "pending"),
-            cache_bytes=CACHE_BYTES_DEFAULT,
+            cache_bytes=CACHE_SIZE_BYTES_DEFAULT,
         )
         newest = Reference(head.snapshot_id, head.sha256)
         return listed(await History(objects, None).chain(newest, limit=limit))

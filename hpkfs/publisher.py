@@ -125,7 +125,7 @@ class Publisher:
             )
         await self._send_objects(os.path.join(folder, "objects"), await self._new_names(document))
         await self._objects.put_snapshot(row.snapshot_id, document)
-        reference = Reference(row.snapshot_id, row.sha256)  # type: ignore[arg-type]  # hex ids
+        reference = row.reference
         head = Head("agent", self._owner_id, reference.snapshot_id, reference.sha256)
         await self._objects.swap_head(head_bytes, encode_head(head))
         await self._acknowledge(row, folder)

@@ -88,7 +88,7 @@ class ReadOnlyDaemon(Daemon):
         if at is not None:
             before = timestamp_ns(at) if "T" in at else None
             row = await History(objects, None).find(reference, at, before_ns=before)
-            reference = Reference(row.snapshot_id, row.sha256)  # type: ignore[arg-type]  # checked
+            reference = row.reference
         loaded = await load(objects, reference, owner_id=head.owner_id)
         daemon = cls(
             options,
