@@ -38,6 +38,7 @@ class Venv:
 
 HERMES = Venv("hermes-0.19.0", ("hermes-agent==0.19.0",))
 PEER = Venv("peer-0.2.1", ("hermes-pubky==0.2.1",))
+PEER_ON_HERMES = Venv("peer-0.2.1-on-hermes", (*PEER.requirements, *HERMES.requirements))
 
 
 def hermes_python() -> Path:
@@ -51,6 +52,11 @@ def peer_python() -> Path:
     It has no Hermes: what reads and rebuilds a checkpoint does without.
     """
     return python_of(PEER)
+
+
+def peer_on_hermes_python() -> Path:
+    """Return the interpreter of a venv with the other v2 program and its Hermes."""
+    return python_of(PEER_ON_HERMES)
 
 
 def is_made(venv: Venv) -> bool:
