@@ -68,7 +68,8 @@ class Client:
     Args:
         network: where public keys are looked up.
         request_timeout_s: bound of a whole request with its body; streams are not bound by it.
-        read_timeout_s: bound of the silence between two reads of an answer.
+        read_timeout_s: bound of the silence before and between two reads of an answer; writes are
+            bound by `request_timeout_s` alone, event streams by nothing.
         testnet_host: the host of a test network, the local one without it.
         idle_connections_max: connections that are kept for later, per homeserver.
     """

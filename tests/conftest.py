@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import support.homeserver
 import support.unprivileged
 
 if TYPE_CHECKING:
@@ -69,8 +70,14 @@ def missing_network() -> str:
     return ""
 
 
+@cache
+def missing_homeserver() -> str:
+    return support.homeserver.missing()
+
+
 MISSING: dict[str, Callable[[], str]] = {
     "fuse": missing_fuse,
+    "pubky": missing_homeserver,
     "docker": missing_docker,
     "net": missing_network,
 }
@@ -102,6 +109,25 @@ def mounts_below(folder: Path) -> list[str]:
         re.sub(rb"\\([0-7]{3})", lambda m: bytes([int(m[1], 8)]), line.split()[4]) for line in lines
     ]
     return [os.fsdecode(p) for p in points if p.startswith(os.fsencode(folder) + b"/")]
+
+
+@pytest.fixture(scope="session")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[support.homeserver.Testnet]:
+    """Provide a Pubky network for all tests; see tests/support/homeserver.py."""
+    with support.homeserver.testnet(tmp_path_factory.mktemp("network")) as running:
+        yield running
+
+
+@pytest.fixture
+def testnet(
+    network: support.homeserver.Testnet, monkeypatch: pytest.MonkeyPatch
+) -> support.homeserver.Testnet:
+    """Provide the network with its homeserver running, and make it the one that addresses mean."""
+    if not network.homeserver.runs:
+        network.homeserver.start()
+    for name, value in network.environment.items():
+        monkeypatch.setenv(name, value)
+    return network
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use pubky::{
-    AuthFlowKind, Capabilities, ClientId, Pubky, PubkyGrantAuthFlow, PubkyHttpClient, PublicKey,
+    AuthFlowKind, Capabilities, ClientId, GrantCredential, Pubky, PubkyGrantAuthFlow,
+    PubkyHttpClient, PublicKey,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -19,6 +20,7 @@ use crate::session::{Reader, Session, Storage};
 pub struct Shared {
     pub sdk: Pubky,
     pub request_timeout: Duration,
+    pub read_timeout: Duration,
 }
 
 impl Shared {
@@ -31,6 +33,20 @@ impl Shared {
             Ok(outcome) => outcome.map_err(Into::into),
             Err(_) => Err(Failure::new("timeout", "the request took too long")),
         }
+    }
+}
+
+/// Bound the wait for the next part of an answer.
+///
+/// The HTTP library's own read timeout counts from the beginning of a request, so a long upload
+/// would fail by it.
+pub async fn heard<T, E: Into<Failure>>(
+    silence_max: Duration,
+    part: impl Future<Output = Result<T, E>>,
+) -> Result<T, Failure> {
+    match tokio::time::timeout(silence_max, part).await {
+        Ok(outcome) => outcome.map_err(Into::into),
+        Err(_) => Err(Failure::new("timeout", "the answer stopped")),
     }
 }
 
@@ -72,13 +88,13 @@ impl Settings {
             builder.testnet_with_host(host);
         }
         let http = builder
-            .read_timeout(self.read_timeout)
             .pool_max_idle_per_host(self.idle_connections_max)
             .build()
             .map_err(pubky::Error::from)?;
         Ok(Shared {
             sdk: Pubky::with_client(http),
             request_timeout: self.request_timeout,
+            read_timeout: self.read_timeout,
         })
     }
 }
@@ -165,15 +181,15 @@ impl Client {
 
     fn restore(&self, py: Python<'_>, grant: String) -> PyResult<Call> {
         let shared = self.shared(py)?;
+        // The SDK tells malformed text and an unknown homeserver by the same type.
+        if GrantCredential::restore_encryption_keys(grant.trim()).is_err() {
+            let failure = Failure::new("auth", "this is not an exported grant");
+            return Ok(call::refused(failure));
+        }
         let restored = async move {
             let session = shared
                 .bounded(shared.sdk.restore_session(grant.trim()))
-                .await;
-            let session = session.map_err(|failure| match failure.kind {
-                // Nothing was asked of the network yet, or the text was no grant.
-                "resolve" => Failure::new("auth", "this is not an exported grant"),
-                _ => failure,
-            })?;
+                .await?;
             Storage::of_session(shared, session).await
         };
         call::start(py, restored, Session::make)

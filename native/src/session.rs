@@ -11,7 +11,7 @@ use pyo3::types::PyBytes;
 use reqwest::Response;
 
 use crate::call::{self, Call};
-use crate::client::Shared;
+use crate::client::{self, Shared};
 use crate::failure::Failure;
 use crate::paths::{self, Access};
 use crate::streams;
@@ -77,16 +77,16 @@ impl Storage {
 
     /// Begin to read an object; the answer's head is there.
     pub async fn response(&self, path: &str) -> Result<Response, Failure> {
-        let response = match &self.session {
-            Some(session) => session.storage().get(path).await?,
-            None => {
-                self.client
-                    .sdk
-                    .public_storage()
-                    .get(self.address(path))
-                    .await?
+        let begun = async {
+            match &self.session {
+                Some(session) => session.storage().get(path).await,
+                None => {
+                    let public = self.client.sdk.public_storage();
+                    public.get(self.address(path)).await
+                }
             }
         };
+        let response = client::heard(self.client.read_timeout, begun).await?;
         // The HTTP library follows redirects; what it found elsewhere is not this object.
         let tail = response.url().path().rsplit('/').next();
         if tail != path.rsplit('/').next() && path.is_ascii() {
@@ -106,7 +106,7 @@ impl Storage {
             return Err(too_long());
         }
         let mut data = Vec::with_capacity(usize::try_from(announced).unwrap_or(0));
-        while let Some(more) = response.chunk().await? {
+        while let Some(more) = client::heard(self.client.read_timeout, response.chunk()).await? {
             if data.len() + more.len() > limit {
                 return Err(too_long());
             }
@@ -116,16 +116,16 @@ impl Storage {
     }
 
     async fn stats(&self, path: &str) -> Result<ResourceStats, Failure> {
-        let found = match &self.session {
-            Some(session) => session.storage().stats(path).await?,
-            None => {
-                self.client
-                    .sdk
-                    .public_storage()
-                    .stats(self.address(path))
-                    .await?
+        let asked = async {
+            match &self.session {
+                Some(session) => session.storage().stats(path).await,
+                None => {
+                    let public = self.client.sdk.public_storage();
+                    public.stats(self.address(path)).await
+                }
             }
         };
+        let found = client::heard(self.client.read_timeout, asked).await?;
         found.ok_or_else(|| Failure::http(404))
     }
 
@@ -143,7 +143,7 @@ impl Storage {
         if let Some(cursor) = &page.cursor {
             request = request.cursor(cursor);
         }
-        let lines = request.send().await?;
+        let lines = client::heard(self.client.read_timeout, request.send()).await?;
         let entry = |line: pubky::PubkyResource| {
             let as_told = percent_encoding::percent_decode_str(line.path.as_str());
             Entry {
@@ -221,10 +221,14 @@ impl Reader {
         if let Err(failure) = readable(&self.storage, &path) {
             return Ok(call::refused(failure));
         }
+        let silence_max = self.storage.client.read_timeout;
         self.storage.call(
             py,
             |storage| async move { storage.response(&path).await },
-            |py, response| Ok(Py::new(py, streams::Download::new(response))?.into_any()),
+            move |py, response| {
+                let download = streams::Download::new(response, silence_max);
+                Ok(Py::new(py, download)?.into_any())
+            },
         )
     }
 

@@ -3,6 +3,7 @@
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex as StdMutex, PoisonError};
+use std::time::Duration;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -16,6 +17,7 @@ use tokio::sync::{Mutex, mpsc, watch};
 use tokio::task::AbortHandle;
 
 use crate::call::{self, Call};
+use crate::client;
 use crate::failure::Failure;
 use crate::paths::{self, Access};
 use crate::runtime;
@@ -38,14 +40,16 @@ pub struct Download {
     size: Option<u64>,
     response: Arc<Mutex<Option<Response>>>,
     closing: watch::Sender<bool>,
+    silence_max: Duration,
 }
 
 impl Download {
-    pub fn new(response: Response) -> Self {
+    pub fn new(response: Response, silence_max: Duration) -> Self {
         Self {
             size: response.content_length(),
             response: Arc::new(Mutex::new(Some(response))),
             closing: watch::Sender::new(false),
+            silence_max,
         }
     }
 }
@@ -54,11 +58,12 @@ impl Download {
 impl Download {
     fn read(&self, py: Python<'_>) -> PyResult<Call> {
         let (response, mut closing) = (Arc::clone(&self.response), self.closing.subscribe());
+        let silence_max = self.silence_max;
         let next = async move {
             let mut response = response.lock().await;
             let reading = response.as_mut().ok_or_else(closed)?;
             let outcome = tokio::select! {
-                chunk = reading.chunk() => chunk.map_err(Failure::from),
+                chunk = client::heard(silence_max, reading.chunk()) => chunk,
                 _ = closing.wait_for(|closing| *closing) => Err(closed()),
             };
             if !matches!(outcome, Ok(Some(_))) {
