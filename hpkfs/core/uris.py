@@ -57,6 +57,16 @@ class PubkyAgent:
     def __str__(self) -> str:
         return self.uri
 
+    @property
+    def folder(self) -> str:
+        """The path of the store on the owner's homeserver, with a final slash."""
+        return _folder(self.owner, self.uri)
+
+    @property
+    def capability(self) -> str:
+        """The one capability that a grant for it has."""
+        return f"{self.folder}:rw"
+
 
 @dataclass(frozen=True, slots=True)
 class PubkyTemplate:
@@ -74,6 +84,15 @@ class PubkyTemplate:
 
     def __str__(self) -> str:
         return self.uri
+
+    @property
+    def folder(self) -> str:
+        """The path of the store on the owner's homeserver, with a final slash."""
+        return _folder(self.owner, self.uri)
+
+
+def _folder(owner: str, uri: str) -> str:
+    return uri.removeprefix(f"pubky://{owner}").removesuffix("head.json")
 
 
 StoreUri: TypeAlias = FileStore | PubkyAgent | PubkyTemplate

@@ -90,6 +90,13 @@ class Transport(Protocol):
         """Let go of the store."""
         ...
 
+    def reconnect(self) -> None:
+        """Let go of connections that may be dead, and of a login that is over.
+
+        Requests that wait for an answer are sent again.
+        """
+        ...
+
 
 def check_put_name(name: str) -> str:
     """Return the name, if it is one that may be put.

@@ -292,6 +292,9 @@ class LocalTransport:
     async def aclose(self) -> None:
         """Nothing is held open."""
 
+    def reconnect(self) -> None:
+        """There are no connections."""
+
     # -- helpers --------------------------------------------------------------------------
 
     async def ask(self, call: Callable[..., _T], *args: object) -> _T:

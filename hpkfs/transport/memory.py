@@ -122,6 +122,9 @@ class MemoryTransport:
     async def aclose(self) -> None:
         """Nothing is held open."""
 
+    def reconnect(self) -> None:
+        """There are no connections."""
+
     async def _request(self, verb: str, name: str, *, writes: bool = False) -> None:
         """Carry a request to the store, as far as the faults let it."""
         self.requests.append(f"{verb} {name}")

@@ -39,6 +39,9 @@ from hpkfs.transport.memory import TIMEOUT_S, MemoryTransport
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
+    from support.fault_proxy import FaultProxy
+    from support.homeserver import Testnet
+
 SNAPSHOT_ID = "0123456789abcdef0123456789abcdef"
 SNAPSHOT = f"snapshots/{SNAPSHOT_ID}.json"
 LIMIT = 1 << 20
@@ -144,9 +147,62 @@ class LocalStore:
         self.disk.errors = {"store.object.write": number, "store.head.write": number}
 
 
-@pytest.fixture(params=["memory", "local"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    return MemoryStore() if request.param == "memory" else LocalStore(tmp_path)
+class PubkyStore:
+    """An agent on the homeserver of the tests, reached through a proxy; `another` has a grant too.
+
+    `refuse_writes` and `fill` are answers that the proxy gives for the homeserver: a real quota
+    has megabytes, and a grant that only reads is refused before anything is sent.
+    """
+
+    def __init__(self, testnet: Testnet, proxy: FaultProxy) -> None:
+        self._user = testnet.new_user()
+        self._folder = testnet.owner_folder(self._user)
+        self._proxy = proxy
+        self.transport: Transport = self.another()
+
+    def another(self) -> Transport:
+        from hpkfs.core.uris import agent
+        from hpkfs.transport.pubky import PubkyTransport
+
+        grant = self._user.agent_grant()
+        store = agent(self._user.owner, "default")
+        return PubkyTransport(store, network="testnet", grant=lambda: grant)
+
+    def plant(self, name: str, data: bytes) -> None:
+        import hpkfs_native
+
+        client = hpkfs_native.Client(network="testnet", request_timeout_s=20, read_timeout_s=10)
+        session = client.restore(self._user.agent_grant()).wait()
+        session.put(f"/priv/hermes.pubky.app/v2/agents/default/{name}", data).wait()
+
+    def bytes_of(self, name: str) -> bytes | None:
+        path = self._folder / "priv/hermes.pubky.app/v2/agents/default" / name
+        return path.read_bytes() if path.is_file() else None
+
+    def vanish(self) -> None:
+        self._proxy.fault("refuse")
+
+    def come_back(self) -> None:
+        self._proxy.faults.clear()
+
+    def refuse_writes(self) -> None:
+        self._proxy.fault("status", method="PUT", status=403)
+
+    def fill(self) -> None:
+        self._proxy.fault("status", method="PUT", status=507)
+
+
+@pytest.fixture(params=["memory", "local", pytest.param("pubky", marks=pytest.mark.pubky)])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    match request.param:
+        case "memory":
+            yield MemoryStore()
+        case "local":
+            yield LocalStore(tmp_path)
+        case _:
+            testnet: Testnet = request.getfixturevalue("testnet")
+            with testnet.proxy() as proxy:
+                yield PubkyStore(testnet, proxy)
 
 
 # -- get, exists, put, list ---------------------------------------------------------------
