@@ -309,6 +309,26 @@ class Agent:
         recovery.close(self.journal)
         await self.transport.aclose()
 
+    async def log_in(self) -> None:
+        """This machine has a new grant: see whether it is good, and go on at once."""
+        self.transport.reconnect()
+        try:
+            await self._probe()
+        except HpkfsError as error:
+            self.note_error(error)
+        self._wake.set()
+
+    def log_out(self) -> None:
+        """This machine has no grant any more; work goes on here."""
+        self.transport.reconnect()
+        self.note_error(
+            AuthorisationError(
+                f"This machine was logged out of {self.options.uri}.",
+                kept="Your work is safe on this machine.",
+                next_step=f"Run `hpkfs login {self.options.uri}` to go on sending it.",
+            )
+        )
+
     # -- long-lived tasks -----------------------------------------------------------------
 
     async def _upkeep(self) -> None:
@@ -465,12 +485,12 @@ class Agent:
             self._wake = trio.Event()
             with trio.move_on_after(delay or self._until_seal()):
                 await self._wake.wait()
-            offline = self._offline and not self.options.offline
-            if not (delay or offline or self._has_pending() or self._until_seal() <= 0):
+            away = self._is_away()
+            if not (delay or away or self._has_pending() or self._until_seal() <= 0):
                 continue
             try:
                 await self.sync(pull=False)
-                if offline:
+                if away:
                     await self._probe()
                 delay = 0.0
             except TransientError as error:
@@ -483,6 +503,11 @@ class Agent:
             except OSError as error:
                 self.note_error(_as_error(error))
                 delay = RETRY_S_MAX
+
+    def _is_away(self) -> bool:
+        """Whether the store could not be asked the last time; work without the store is not."""
+        is_away = self._offline or self._blocked == "auth-required"
+        return is_away and not self.options.offline
 
     async def _probe(self) -> None:
         """Ask the store whether it is there again."""
@@ -570,7 +595,7 @@ class Agent:
             self._blocked = "quota"
 
     def _online(self) -> None:
-        if self._offline and not self.options.offline:
+        if self._is_away():
             log.info("the store answers again")
             self._hydration.set()
         self._offline = self.options.offline

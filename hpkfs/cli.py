@@ -189,6 +189,22 @@ def _describe_restore(parser: Parser) -> None:
     _add_json(parser)
 
 
+def _describe_login(parser: Parser) -> None:
+    parser.add_argument("uri", metavar="URI", help="an agent on a homeserver, or a mount of it")
+    parser.add_argument("--relay", metavar="URL", help="the relay that carries the approval")
+    parser.add_argument(
+        "--timeout", metavar="SECONDS", default="300", help="wait so long for it (default: 300)"
+    )
+    _add_state_dir(parser)
+    _add_json(parser)
+
+
+def _describe_logout(parser: Parser) -> None:
+    parser.add_argument("uri", metavar="URI", help="an agent on a homeserver, or a mount of it")
+    _add_state_dir(parser)
+    _add_json(parser)
+
+
 def _describe_log(parser: Parser) -> None:
     _add_mountpoint(parser)
     parser.add_argument("--follow", action="store_true", help="go on as things happen")
@@ -273,6 +289,20 @@ COMMANDS: Final = {
         "DIR.before-hpkfs, and the command that undoes all this is printed.",
         _describe_adopt,
         mounting.adopt,
+    ),
+    "login": Command(
+        "authorise this machine for an agent on a homeserver",
+        "Ask the owner's app for a grant: the agent's own folder on the homeserver, nothing else.\n"
+        "It is kept on this machine, for you alone. The relay is that of --relay, else of\n"
+        "$HPKFS_RELAY, else of `relay:` in ~/.config/hpkfs/config.yaml, else the usual one.",
+        _describe_login,
+        commands.login,
+    ),
+    "logout": Command(
+        "revoke this machine's authorisation",
+        "Revoke this machine's grant at the homeserver and drop it here. Files stay.",
+        _describe_logout,
+        commands.logout,
     ),
     "mount": Command(
         "show the agent as a directory",

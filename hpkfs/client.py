@@ -56,6 +56,10 @@ class MountRecord:
         return below if below != path else None
 
 
+class NoDaemonError(TransientError):
+    """There is no daemon behind the socket, or it went away before its answer."""
+
+
 class ControlClient:
     """Asks one daemon."""
 
@@ -80,7 +84,8 @@ class ControlClient:
 
         Raises:
             HpkfsError: what the daemon raised, as the same class.
-            TransientError: there is no daemon, or it does not answer in time.
+            NoDaemonError: there is no daemon.
+            TransientError: it does not answer in time.
         """
         line = json.dumps({"op": op, **args}).encode("ascii") + b"\n"
         if len(line) > LINE_BYTES_MAX:
@@ -167,8 +172,8 @@ def _classes(kind: type[HpkfsError]) -> list[type[HpkfsError]]:
     return found
 
 
-def _gone() -> TransientError:
-    return TransientError(
+def _gone() -> NoDaemonError:
+    return NoDaemonError(
         "The daemon of the mount is gone.",
         kept="Everything written is safe on this machine.",
         next_step="Mount the agent again; it goes on where it was.",

@@ -199,6 +199,20 @@ def evict(args: argparse.Namespace) -> int:
     return 0
 
 
+def login(args: argparse.Namespace) -> int:
+    """Authorise this machine."""
+    from hpkfs import login as logins
+
+    return logins.login(args)
+
+
+def logout(args: argparse.Namespace) -> int:
+    """Revoke this machine's authorisation."""
+    from hpkfs import login as logins
+
+    return logins.logout(args)
+
+
 def fsck(args: argparse.Namespace) -> int:
     """Check a store or a state directory."""
     from hpkfs import fsck as checker

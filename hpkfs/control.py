@@ -33,7 +33,9 @@ CONNECT_TIMEOUT_S: Final = 2.0
 READ_BYTES: Final = 64 * 1024
 ROOT_ID: Final = 0
 # Requests that only wait or read: they end when who asked goes away. All others run to their end.
-ABANDONED: Final = frozenset({"sync", "fetch", "status", "history", "log"})
+ABANDONED: Final = frozenset(
+    {"sync", "fetch", "status", "history", "log", "store-get", "store-exists", "store-list"}
+)
 
 
 class Daemon(Protocol):

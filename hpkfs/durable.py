@@ -26,6 +26,7 @@ POINTS: Final = frozenset(
         "backing.data.fsync",
         "backing.file.fsync",
         "backing.folder.fsync",
+        "grant.file",
         "journal.wal.fsync",
         "pending.folder.fsync",
         "pending.object.fsync",
@@ -39,7 +40,7 @@ POINTS: Final = frozenset(
     }
 )
 # Those of `write_atomic`, and what it does in order: a new file, its bytes, its name, the folder.
-ATOMIC_POINTS: Final = frozenset({"pending.snapshot", "store.head", "store.object"})
+ATOMIC_POINTS: Final = frozenset({"grant.file", "pending.snapshot", "store.head", "store.object"})
 ATOMIC_CALLS: Final = ("write", "fsync", "rename", "folder")
 # Everything that `RealDisk.at` may see.
 NAMES: Final = (POINTS - ATOMIC_POINTS) | {

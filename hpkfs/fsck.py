@@ -27,6 +27,7 @@ import trio
 
 from hpkfs import mountpoint, places
 from hpkfs.client import all_mounts
+from hpkfs.connection import open_beside
 from hpkfs.core.chunks import starts
 from hpkfs.core.documents import Reference, parse_head, parse_snapshot
 from hpkfs.core.ids import format_timestamp, is_hex32, sha256_hex
@@ -49,7 +50,6 @@ from hpkfs.journal import APPLICATION_ID, META_BASE, VERSION, Journal
 from hpkfs.objects import ObjectStore
 from hpkfs.transport.base import HEAD_NAME, check_put_name
 from hpkfs.transport.local import FOLDERS, LOCK_NAME, LocalTransport
-from hpkfs.transport.stores import make_transport
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -275,7 +275,8 @@ class _Report:
 
 async def _check_store(place: _Place, found: _Report, read_data: bool) -> None:
     assert place.store is not None, "asked for"
-    transport = make_transport(place.store)
+    state_dir = place.state_dir or places.state_dir(place.store)
+    transport = open_beside(place.store, state_dir=state_dir)
     try:
         await _StoreCheck(transport, str(place.store), found, read_data=read_data).run(place.at)
     finally:
@@ -610,7 +611,8 @@ class _StateCheck:
         if uri is None:
             return
         try:
-            self._transport = make_transport(places.resolve_uri(uri)[0])
+            store = places.resolve_uri(uri)[0]
+            self._transport = open_beside(store, state_dir=self._state.path)
         except HpkfsError as error:
             self._found.tell(f"the store was not asked: {error.happened}", uri)
             return

@@ -21,6 +21,7 @@ import trio
 
 from hpkfs import mountpoint, places
 from hpkfs.agent import Agent, AgentOptions
+from hpkfs.connection import open_store
 from hpkfs.copier import WORKSPACE, Copier
 from hpkfs.core.ids import is_agent_id
 from hpkfs.core.limits import MAX_HEAD
@@ -30,7 +31,6 @@ from hpkfs.errors import BusyError, IntegrityError, MissingObjectError, UsageErr
 from hpkfs.inodes import ROOT_INO
 from hpkfs.survey import shown
 from hpkfs.transport.local import LocalTransport
-from hpkfs.transport.stores import make_transport
 from hpkfs.volume import Caller
 
 if TYPE_CHECKING:
@@ -264,7 +264,7 @@ async def _init(store: StoreUri, source: Source, state_dir: str) -> dict[str, ob
     for folder in filter(None, (source.home, source.workspace)):
         _check_source(folder)
     made = _Made(store, state_dir)
-    transport = make_transport(store, create=True)
+    transport = open_store(store, state_dir=state_dir, create=True)
     if await _has_head(transport):
         await transport.aclose()
         raise UsageError(

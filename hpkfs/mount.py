@@ -19,14 +19,14 @@ import trio
 
 from hpkfs import mountpoint, places
 from hpkfs.agent import Agent, AgentOptions
+from hpkfs.connection import lend, open_store, revoke
 from hpkfs.core.ids import timestamp_ns
 from hpkfs.daemon import Daemon, history_entry
-from hpkfs.errors import HpkfsError, SavedLocallyError, UsageError
+from hpkfs.errors import HpkfsError, SavedLocallyError
 from hpkfs.fuse import Filesystem
 from hpkfs.history import listed
 from hpkfs.readonly import ReadOnlyDaemon
 from hpkfs.restore import restore
-from hpkfs.transport.stores import make_transport
 from hpkfs.virtual import HistoryEntry, VirtualTree
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class ReadWriteDaemon(Daemon):
     ) -> ReadWriteDaemon:
         """Open the state directory and make the tree ready."""
         uri = str(store)
-        transport = make_transport(store)
+        transport = open_store(store, state_dir=state_dir)
         lock = places.RunLock(state_dir)
         lock.acquire()
         try:
@@ -209,8 +209,13 @@ class ReadWriteDaemon(Daemon):
                 return await agent.fetch(list(args.get("paths") or []), progress=progress)
             case "evict":
                 return await agent.evict(list(args.get("paths") or []))
+            case "login":
+                await agent.log_in()
+                return agent.outcome()
+            case "logout":
+                return await self._log_out()
             case _:
-                raise UsageError(f"This daemon does not know {op!r}.")
+                return await lend(agent.transport, op, args, progress)
 
     def _status(self, args: dict[str, Any]) -> dict[str, object]:
         paths = args.get("paths")
@@ -237,6 +242,12 @@ class ReadWriteDaemon(Daemon):
             return {"checkpoints": [], "unread": 0}
         count = int(limit) if isinstance(limit, int) else None
         return listed(await self.agent.history.chain(reference, limit=count))
+
+    async def _log_out(self) -> dict[str, object]:
+        """Work goes on here."""
+        told = await revoke(self.agent.transport, self.state_dir)
+        self.agent.log_out()
+        return {**told, **self.agent.outcome()}
 
     async def _restore(self, wanted: str, paths: list[str]) -> dict[str, object]:
         reference = self.agent.journal.base_reference()

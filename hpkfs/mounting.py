@@ -18,7 +18,7 @@ from hpkfs import mountpoint, places, show
 from hpkfs.arguments import parse_checkpoint, parse_listed, parse_seconds, parse_size
 from hpkfs.client import ControlClient, all_mounts, find_mount
 from hpkfs.commands import absolute, exit_code, not_mounted
-from hpkfs.core.uris import FileStore
+from hpkfs.core.uris import FileStore, PubkyTemplate
 from hpkfs.errors import BusyError, TransientError, UsageError
 from hpkfs.options import EXIT_CODES, MountOptions
 from hpkfs.terminal import Progress, print_result, say, warn
@@ -144,11 +144,8 @@ def mount_options(args: argparse.Namespace) -> tuple[MountOptions, StoreUri]:
     assert at is None or isinstance(at, str)
     assert state_dir is None or isinstance(state_dir, str)
     store, at = places.resolve_uri(args.uri, at=at)
-    if not isinstance(store, FileStore):
-        raise UsageError(
-            f"{store}: stores on a homeserver are not supported by this version.",
-            next_step="Use a folder.",
-        )
+    if isinstance(store, PubkyTemplate):
+        said["read_only"] = True
     options = MountOptions(
         uri=str(store),
         mountpoint=mountpoint.resolve(args.mountpoint),

@@ -17,6 +17,7 @@ import trio
 
 from hpkfs import places
 from hpkfs.agent import Agent, AgentOptions
+from hpkfs.connection import open_beside, open_store
 from hpkfs.core.documents import Reference, parse_head, parse_snapshot
 from hpkfs.core.limits import MAX_HEAD, MAX_SNAPSHOT
 from hpkfs.core.uris import FileStore
@@ -34,7 +35,6 @@ from hpkfs.objects import ObjectStore
 from hpkfs.options import CACHE_SIZE_BYTES_DEFAULT
 from hpkfs.refresher import visible_files
 from hpkfs.transport.base import HEAD_NAME
-from hpkfs.transport.stores import make_transport
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -135,7 +135,7 @@ async def _opened(place: _Place) -> AsyncIterator[Agent]:
             state_dir=place.state_dir,
             device_id=places.device_id(place.state_dir),
         )
-        agent = Agent(options, make_transport(place.store))
+        agent = Agent(options, open_store(place.store, state_dir=place.state_dir))
         try:
             places.note_store(place.state_dir, place.uri)
             base = agent.installer.base()
@@ -152,7 +152,7 @@ async def _store_alone(place: _Place) -> AsyncIterator[tuple[Transport, Head, Sn
     """The store with its head and newest checkpoint, read without any folder of ours."""
     if place.is_missing:
         raise _no_agent(place.uri)
-    transport = make_transport(place.store)
+    transport = open_beside(place.store, state_dir=place.state_dir)
     try:
         head, snapshot = await _read_newest(transport, place.uri)
         yield transport, head, snapshot

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from hpkfs import places
+from hpkfs.connection import open_beside
 from hpkfs.core.documents import Reference
 from hpkfs.core.ids import timestamp_ns
 from hpkfs.daemon import Daemon, history_entry
@@ -21,7 +22,6 @@ from hpkfs.fuse import Filesystem
 from hpkfs.history import History, listed
 from hpkfs.objects import ObjectStore
 from hpkfs.refresher import load
-from hpkfs.transport.stores import make_transport
 from hpkfs.virtual import HistoryEntry, VirtualTree
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class ReadOnlyDaemon(Daemon):
         folder = os.path.join(state_dir, "hpkfs")
         os.makedirs(os.path.join(folder, "objects"), mode=0o700, exist_ok=True)
         os.makedirs(os.path.join(folder, "pending"), mode=0o700, exist_ok=True)
-        transport = make_transport(store)
+        transport = open_beside(store, state_dir=state_dir)
         objects = ObjectStore(
             transport,
             cache_dir=os.path.join(folder, "objects"),

@@ -25,7 +25,7 @@ from support.faults import (
 from support.faulty_disk import FaultyDisk
 from support.stores import make_store
 
-from hpkfs.durable import NAMES
+from hpkfs.durable import ATOMIC_CALLS, NAMES
 from hpkfs.errors import HpkfsError, IntegrityError, JournalError, QuotaError
 
 if TYPE_CHECKING:
@@ -56,8 +56,9 @@ PASSED = {
     "store.object.folder": 4,
 }
 FSYNC_POINTS = ("backing.", "journal.")
-# Passed only where a second writer or a killed one left something; see test_store_points.py.
-ELSEWHERE = {"store.known.fsync"}
+# Passed only where a second writer or a killed one left something (test_store_points.py), and by a
+# login (test_grants.py).
+ELSEWHERE = {"store.known.fsync"} | {f"grant.file.{call}" for call in ATOMIC_CALLS}
 CASES = sorted({(point, nth) for point, most in PASSED.items() for nth in (1, most)})
 
 

@@ -24,7 +24,7 @@ LAUNCHER = ROOT / "launcher" / "hermes_launcher"
 # From top to bottom. A module imports from its own row and from the rows below it.
 LAYERS = (
     {"__main__", "cli"},
-    {"commands", "mounting", "importer", "copier", "fsck", "offline"},
+    {"commands", "mounting", "importer", "copier", "fsck", "login", "offline"},
     {"arguments", "background", "show", "terminal"},
     {"mount"},
     {"daemon", "readonly"},
@@ -33,7 +33,8 @@ LAYERS = (
     {"sealer", "assembly", "capture", "survey", "publisher", "refresher", "history"},
     {"volume", "recovery"},
     {"content", "cut", "journal", "inodes", "objects", "reserve", "conversations"},
-    {"client", "doctor", "mountpoint", "options", "places"},
+    {"connection"},
+    {"client", "doctor", "grants", "mountpoint", "options", "places", "settings"},
     {"transport", "durable"},
     {"core"},
     {"errors", ""},
