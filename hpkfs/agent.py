@@ -6,9 +6,11 @@ as it is. It owns the long-lived tasks, and starts none before `run`.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
+import math
 import os
 import random
 import time
@@ -31,6 +33,7 @@ from hpkfs.errors import (
     ConflictError,
     HpkfsError,
     IntegrityError,
+    MissingObjectError,
     QuotaError,
     TransientError,
     UsageError,
@@ -50,6 +53,7 @@ from hpkfs.volume import Replaced, Volume
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from hpkfs.core.documents import Head
     from hpkfs.durable import Disk
     from hpkfs.inodes import Inode
     from hpkfs.journal import Checkpoint
@@ -74,7 +78,11 @@ LOG_TRIM_S = 3_600.0
 FREE_BYTES_MIN = 32 << 20
 FREE_SHARE_MIN = 20
 ROOM_AGAIN_S = 60.0
-HYDRATE_FILES_AT_ONCE = 8
+HYDRATE_FILES_AT_ONCE = 16
+# A store that is slow to answer does not keep a mount waiting that has everything it needs.
+START_BUDGET_S = 5.0
+# The clock that stands still in a suspended machine fell this far behind the one that goes on.
+SLEPT_S = 5.0
 RANK_DOCUMENTS = 2
 META_MOUNTPOINTS = "mountpoints"
 MOUNTPOINTS_MAX = 8
@@ -151,6 +159,7 @@ class Agent:
         self._trimmed = 0.0
         self._room_again = 0.0
         self._fetches_seen = 0
+        self._asleep_s = math.inf
         if self.journal.has_unsealed():
             self.volume.changed_since = self.volume.changed_last = time.monotonic()
 
@@ -196,7 +205,7 @@ class Agent:
             self.set_owner(self.owner_id or base[0].owner_id)
         if not self.options.offline:
             try:
-                await self.pull()
+                await self._pull_at_start(must=base is None)
             except (TransientError, AuthorisationError, ConflictError) as error:
                 if base is not None:
                     self.note_error(error)
@@ -212,6 +221,18 @@ class Agent:
         if self.installer.base() is not None and await self.installer.read_config() is None:
             await self.installer.merge_config(self.installer.base_portable(), None)
         await self._hydrate_critical()
+
+    async def _pull_at_start(self, *, must: bool) -> None:
+        with trio.CancelScope() as scope:
+            if not must:
+                scope.deadline = trio.current_time() + START_BUDGET_S
+            await self.pull()
+        if scope.cancelled_caught:
+            raise TransientError(
+                f"The store did not answer within {START_BUDGET_S:.0f} s.",
+                kept="Your work is safe on this machine.",
+                next_step="It is asked again by itself; `hpkfs sync` takes over what is new.",
+            )
 
     async def pull(self) -> bool:
         """Install the store's head where nothing local stands against it.
@@ -241,6 +262,8 @@ class Agent:
         if pending:
             self._check_ancestry(head.snapshot_id, pending)
             return False
+        if base is not None:
+            await self._check_lost_update(head)
         unsealed = self.volume.changed_since is not None or self.sealer.corrupt is not None
         if base is not None and unsealed:
             return False  # the seal that follows meets the head and names the conflict
@@ -257,6 +280,21 @@ class Agent:
         self._hydration.set()
         log.info("installed checkpoint %s", head.snapshot_id)
         return True
+
+    async def _check_lost_update(self, head: Head) -> None:
+        """What we published last must be among the head's ancestors, or it was overwritten.
+
+        A store without locks lets that happen, and so does a writer that does not use them.
+        """
+        assert self.publisher is not None, "set with the owner"
+        base = self.journal.base_reference()
+        rows = self.journal.checkpoints(state="published")
+        ours = next((r for r in rows if base and r.snapshot_id == base.snapshot_id), None)
+        if ours is None or ours.device_id != self.options.device_id:
+            return
+        with contextlib.suppress(MissingObjectError):  # an ancestor was pruned: no one can tell
+            if not await self.publisher.builds_on(head, ours):
+                raise self.publisher.lost_update(head.snapshot_id, ours)
 
     async def install_pending(self, loaded: Loaded) -> None:
         """Make the tree a checkpoint that was just put into `pending/`."""
@@ -276,15 +314,21 @@ class Agent:
         raise self.publisher.conflict(head_id, pending[-1])
 
     async def _hydrate_critical(self) -> None:
-        for path in CRITICAL_FILES:
-            try:
-                inode = self.volume.resolve(path)
-            except (FileNotFoundError, NotADirectoryError):
-                continue
+        """Fetch what Hermes reads first; what cannot be had in time comes when it is read."""
+        if self._is_away() or self.options.offline:
+            return
+
+        async def hydrate(inode: Inode) -> None:
             try:
                 await self.content.hydrate(inode)
             except HpkfsError as error:  # told when it is read; the other files can be had
                 self.note_error(error)
+
+        with trio.move_on_after(START_BUDGET_S):
+            async with trio.open_nursery() as nursery:
+                for path in CRITICAL_FILES:
+                    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                        nursery.start_soon(hydrate, self.volume.resolve(path))
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """The long-lived tasks: hydration, upkeep, seal, publish. Until cancelled."""
@@ -331,9 +375,23 @@ class Agent:
 
     # -- long-lived tasks -----------------------------------------------------------------
 
+    def _look_for_sleep(self) -> None:
+        """After a sleep of the machine connections are dead, and nobody has told us."""
+        asleep_s = time.clock_gettime(time.CLOCK_BOOTTIME)
+        asleep_s -= time.clock_gettime(time.CLOCK_MONOTONIC)
+        slept_s = asleep_s - self._asleep_s
+        self._asleep_s = asleep_s
+        if slept_s > SLEPT_S:
+            log.info("this machine slept for %d s; connections are made anew", slept_s)
+            self.transport.reconnect()
+            self._hydration.set()
+            self._wake.set()
+
     async def _upkeep(self) -> None:
+        self._look_for_sleep()
         while True:
             await trio.sleep(MAINTENANCE_S)
+            self._look_for_sleep()
             try:
                 await self._keep_space()
                 await self.keep_bound()
@@ -767,11 +825,28 @@ class Agent:
         chosen = [inode for inode in self._below(paths) if inode.absent]
         todo = sum(inode.size for inode in chosen)
         files = size = 0
-        for inode in chosen:
-            size += await self.content.hydrate(inode)
+        limiter = trio.CapacityLimiter(HYDRATE_FILES_AT_ONCE)
+        failures: list[HpkfsError] = []
+
+        async def hydrate(inode: Inode) -> None:
+            nonlocal files, size
+            async with limiter:
+                if failures:
+                    return
+                try:
+                    size += await self.content.hydrate(inode)
+                except HpkfsError as error:
+                    failures.append(error)
+                    return
             files += 1
             await progress({"bytes": size, "total": todo, "files": files})
+
+        async with trio.open_nursery() as nursery:
+            for inode in chosen:
+                nursery.start_soon(hydrate, inode)
         self.content.save_states()
+        if failures:
+            raise failures[0]
         return {"files": files, "bytes": size}
 
     async def evict(self, paths: list[str]) -> dict[str, object]:

@@ -158,8 +158,13 @@ class ObjectStore:
         """Whether the store has a name."""
         return await self._transport.exists(name)
 
-    async def put(self, name: str, data: bytes) -> None:
+    async def put(self, name: str, data: bytes, *, ask_first: bool = True) -> None:
         """Put an object on the store unless it is there; durable on return.
+
+        Args:
+            name: `objects/…`.
+            data: its bytes.
+            ask_first: whether it may be there, so that a question saves sending it.
 
         Raises:
             IntegrityError: the bytes are not what the name says; nothing was sent.
@@ -168,7 +173,8 @@ class ObjectStore:
         if not await _in_thread_if_long(lambda: sha256_hex(data) == digest, len(data)):
             raise _sealed_damaged(name)
         # A directory compares the bytes itself: there a name may stand for half an object.
-        if self._local is not None or not await self._transport.exists(name):
+        ask = ask_first and self._local is None
+        if not (ask and await self._transport.exists(name)):
             await self._transport.put(name, data)
 
     # -- documents ------------------------------------------------------------------------

@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-UPLOADS_MAX = 8
+UPLOADS_MAX = 16
 ANCESTORS_MAX = 1_000
 META_CONFLICT = "conflict"
 META_HEAD = "head"
+META_SENDING = "sending"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ class Publisher:
             await self._objects.swap_head(head_bytes, found[1])
             await self._acknowledge(row, folder)
             return
-        if found is not None and await self._builds_on(found[0], row):
+        if found is not None and await self.builds_on(found[0], row):
             await self._acknowledge(row, folder)  # its daemon was killed before it noted that
             return
         self._check_parent(row, None if found is None else found[0])
@@ -123,7 +124,11 @@ class Publisher:
                 kept="The store was not changed, and your files are in the mount as they were.",
                 next_step="Run `hpkfs fsck` on the state directory.",
             )
-        await self._send_objects(os.path.join(folder, "objects"), await self._new_names(document))
+        # Its objects are asked for before they are sent, if an earlier attempt may have sent some.
+        again = self._journal.get_meta(META_SENDING) == row.snapshot_id
+        self._journal.set_meta(META_SENDING, row.snapshot_id)
+        names = await self._new_names(document)
+        await self._send_objects(os.path.join(folder, "objects"), names, again=again)
         await self._objects.put_snapshot(row.snapshot_id, document)
         reference = row.reference
         head = Head("agent", self._owner_id, reference.snapshot_id, reference.sha256)
@@ -142,7 +147,7 @@ class Publisher:
             known = _object_names(parent)
         return sorted(_object_names(snapshot) - known)
 
-    async def _send_objects(self, folder: str, names: list[str]) -> None:
+    async def _send_objects(self, folder: str, names: list[str], *, again: bool) -> None:
         limiter = trio.CapacityLimiter(UPLOADS_MAX)
         failures: list[Exception] = []
 
@@ -151,7 +156,7 @@ class Publisher:
                 if failures:
                     return
                 try:
-                    await self._send_object(folder, name)
+                    await self._send_object(folder, name, again=again)
                 except Exception as error:  # noqa: BLE001 - the first one is raised below
                     failures.append(error)
 
@@ -161,7 +166,7 @@ class Publisher:
         if failures:
             raise failures[0]
 
-    async def _send_object(self, folder: str, name: str) -> None:
+    async def _send_object(self, folder: str, name: str, *, again: bool) -> None:
         """Send one object, unless the store has it; a lost copy is made again from the tree.
 
         Raises:
@@ -170,7 +175,7 @@ class Publisher:
         try:
             path = os.path.join(folder, name.removeprefix("objects/"))
             data = await trio.to_thread.run_sync(_read, path)
-            await self._objects.put(name, data)
+            await self._objects.put(name, data, ask_first=again)
         except IntegrityError:
             if await self._objects.has(name):
                 return
@@ -183,7 +188,7 @@ class Publisher:
     def _is(self, head: Head, row: Checkpoint) -> bool:
         return (head.snapshot_id, head.sha256) == (row.snapshot_id, row.sha256)
 
-    async def _builds_on(self, head: Head, row: Checkpoint) -> bool:
+    async def builds_on(self, head: Head, row: Checkpoint) -> bool:
         """Whether a head made elsewhere has this checkpoint among its newest ancestors."""
         wanted, start = (row.snapshot_id, row.sha256), (row.parent_id, row.parent_sha256)
         reference: Reference | None = Reference(head.snapshot_id, head.sha256)
@@ -217,6 +222,21 @@ class Publisher:
                 f"Nothing was overwritten: theirs is on the store, yours is in {self._pending}"
                 f" (newest {row.snapshot_id}) and in the mount."
             ),
+            next_step=(
+                "Work on. A read-only mount of the store shows theirs; what you need of it can be"
+                " copied."
+            ),
+        )
+
+    def lost_update(self, theirs: str, row: Checkpoint) -> ConflictError:
+        """The sentences of a head that replaced ours without knowing it."""
+        with self._journal.transaction():
+            self._journal.set_meta(META_CONFLICT, theirs)
+            self._journal.set_meta(META_HEAD, theirs)
+        return ConflictError(
+            f"The store's checkpoint {theirs} was made elsewhere without knowing of"
+            f" {row.snapshot_id}, which this machine had published.",
+            kept="Nothing was overwritten here: yours is in the mount, and on the store as well.",
             next_step=(
                 "Work on. A read-only mount of the store shows theirs; what you need of it can be"
                 " copied."

@@ -8,7 +8,7 @@ import stat
 from typing import TYPE_CHECKING
 
 import pytest
-from support.desks import Desk
+from support.machines import Machine
 from support.mounts import tree
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ def user(testnet: Testnet) -> User:
 
 
 def test_an_agent_lives_on_a_homeserver(user: User, tmp_path: Path) -> None:
-    first = Desk(user, tmp_path, name="first")
-    second = Desk(user, tmp_path, name="second")
+    first = Machine(user, tmp_path, name="first")
+    second = Machine(user, tmp_path, name="second")
     try:
         first.run("init", first.store, "--state-dir", str(first.state), check=4)
         code, printed = first.login()

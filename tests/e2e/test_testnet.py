@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from typing import TYPE_CHECKING, Any
 
 import hpkfs_native
@@ -128,11 +129,19 @@ def test_false_answers_look_like_answers(testnet: Testnet, requests: hpkfs_nativ
         reconnect(requests)
         proxy.fault("truncate", path="head.json", times=1)
         assert read(f"{FOLDER}head.json", limit=100).wait(WAIT_S) == b"01234"
+        reconnect(requests)
         proxy.fault("garbage", path="head.json", times=1)
         assert len(read(f"{FOLDER}head.json", limit=100).wait(WAIT_S)) == 10
+        reconnect(requests)  # the proxy may have closed behind its last answer
         proxy.fault("html", path="head.json", times=1)
         assert read(f"{FOLDER}head.json", limit=100).wait(WAIT_S).startswith(b"<html>")
         proxy.fault("status", path="head.json", times=1, status=429)
         assert error_of(read(f"{FOLDER}head.json", limit=100)) == ("http", 429)
         assert read(f"{FOLDER}head.json", limit=100).wait(WAIT_S) == b"0123456789"
     assert [one.status for one in proxy.requests("GET", "head.json")][-1] == 200
+
+
+def test_a_network_that_was_killed_is_started_again(testnet: Testnet) -> None:
+    testnet._network.signal(signal.SIGKILL)
+    user = testnet.new_user()
+    assert user.agent_grant()

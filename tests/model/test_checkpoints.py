@@ -132,6 +132,43 @@ async def test_a_head_that_moved_is_a_conflict_and_nothing_is_overwritten(
     assert (store / "head.json").read_bytes() == head
 
 
+async def test_a_head_that_replaced_ours_unknowingly_is_detected_and_nothing_is_overwritten(
+    store: Path, tmp_path: Path
+) -> None:
+    before = (store / "head.json").read_bytes()
+    async with desk(store, tmp_path / "a") as here:
+        await here.write("workspace/x.txt", b"here")
+        await here.agent.sync()
+        (store / "head.json").write_bytes(before)  # as a writer without locks sees it
+        async with desk(store, tmp_path / "b") as there:
+            await there.write("workspace/y.txt", b"there")
+            await there.agent.sync()
+        lost = (store / "head.json").read_bytes()
+        with pytest.raises(ConflictError, match="without knowing of"):
+            await here.agent.sync()
+        assert here.agent.state()[0] == "conflict"
+        assert await here.read("workspace/x.txt") == b"here"
+    async with desk(store, tmp_path / "a") as here:  # and at every start
+        assert here.agent.state()[0] == "conflict"
+        assert await here.read("workspace/x.txt") == b"here"
+        assert not here.exists("workspace/y.txt")
+    assert (store / "head.json").read_bytes() == lost
+
+
+async def test_a_head_that_another_machine_built_on_ours_is_no_lost_update(
+    store: Path, tmp_path: Path
+) -> None:
+    async with desk(store, tmp_path / "a") as here:
+        await here.write("workspace/x.txt", b"here")
+        await here.agent.sync()
+        async with desk(store, tmp_path / "b") as there:
+            for number in range(3):
+                await there.write("workspace/y.txt", b"%d" % number)
+                await there.agent.sync()
+        assert (await here.agent.sync())["pulled"] is True
+        assert await here.read("workspace/y.txt") == b"2"
+
+
 async def test_what_cannot_travel_is_named_and_blocks_nothing(store: Path, tmp_path: Path) -> None:
     async with desk(store, tmp_path / "a") as here:
         await here.write("workspace/key.pem", KEY)

@@ -29,7 +29,7 @@ from support.container import cache_folder
 from support.fault_proxy import FaultProxy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 ROOT = Path(__file__).resolve().parents[2]
 RELAY = "http://127.0.0.1:15412/inbox/"
@@ -134,6 +134,10 @@ def _unprivileged() -> pwd.struct_passwd | None:
     return None
 
 
+class EndedError(RuntimeError):
+    """A program of the network has ended."""
+
+
 class Process:
     """A program that says when it is ready and ends when its standard input does."""
 
@@ -184,8 +188,8 @@ class Process:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            self._process.wait(STOP_TIMEOUT_S)
-            raise RuntimeError(f"it has ended:\n{self._log.read_text()[-2000:]}")
+            code = self._process.wait(STOP_TIMEOUT_S)
+            raise EndedError(f"it has ended with {code}:\n{self._log.read_text()[-2000:]}")
         return line
 
     def signal(self, number: int) -> None:
@@ -317,14 +321,28 @@ class Testnet:
     __test__ = False
     relay = RELAY
 
-    def __init__(self, network: Process, homeserver: Homeserver) -> None:
-        self._network = network
+    def __init__(self, start: Callable[[], Process], homeserver: Homeserver) -> None:
+        self._start = start
+        self._network = start()
         self.homeserver = homeserver
         self.environment = {"HERMES_PUBKY_TESTNET": "1", "HPKFS_RELAY": RELAY}
 
     def new_user(self) -> User:
-        """Sign someone up."""
-        return User(self._network.ask(op="new-user")["owner"], self._network)
+        """Sign someone up; a network that hangs or has ended is started again."""
+        try:
+            owner = self._network.ask(op="new-user")["owner"]
+        except (EndedError, BrokenPipeError):
+            self._network.kill()
+            self.homeserver.stop()
+            self._network = self._start()
+            self.homeserver.start()
+            owner = self._network.ask(op="new-user")["owner"]
+        return User(owner, self._network)
+
+    def stop(self) -> None:
+        """End it all."""
+        self.homeserver.stop()
+        self._network.stop()
 
     def owner_folder(self, user: User) -> Path:
         """Where the homeserver keeps a user's files."""
@@ -351,17 +369,19 @@ def testnet(folder: Path) -> Iterator[Testnet]:
     program = build()
     with contextlib.ExitStack() as stack:
         database_url = stack.enter_context(_database(folder / "postgresql"))
-        network = Process(str(program), "network", log=folder / "network.log")
-        stack.callback(network.stop)
         data = folder / "homeserver"
         data.mkdir()
         (data / "config.toml").write_text(CONFIG.format(database_url=database_url))
         (data / "secret").write_text("0" * 64)  # the key that the way in has, too
         (data / "secret").chmod(0o600)
-        homeserver = Homeserver(program, data)
-        homeserver.start()
-        stack.callback(homeserver.stop)
-        yield Testnet(network, homeserver)
+
+        def start() -> Process:
+            return Process(str(program), "network", log=folder / "network.log")
+
+        running = Testnet(start, Homeserver(program, data))
+        stack.callback(running.stop)
+        running.homeserver.start()
+        yield running
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import subprocess
 import sys
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 LOGIN_TIMEOUT_S = 60
 
 
-class Desk(Mount):
+class Machine(Mount):
     """A mount of an agent on a homeserver."""
 
     def __init__(self, user: User, root: Path, *, name: str = "m") -> None:
@@ -54,7 +55,7 @@ class Desk(Mount):
             code = process.wait(LOGIN_TIMEOUT_S)
         return code, printed
 
-    def logged_in(self) -> Desk:
+    def logged_in(self) -> Machine:
         """Log in by a grant that was approved elsewhere: faster, and the same file."""
         self.state.mkdir(mode=0o700, exist_ok=True)
         self.grant_file.touch(0o600)
@@ -67,8 +68,6 @@ class Desk(Mount):
 
     def told(self, command: str, *args: str, check: int | None = None) -> dict[str, Any]:
         """What a command prints as JSON about the address, whatever its exit code is."""
-        import json
-
         options = ("--state-dir", str(self.state), "--json")
         done = self.run(command, self.store, *args, *options, check=check)
         found: dict[str, Any] = json.loads(done.stdout)
@@ -76,9 +75,9 @@ class Desk(Mount):
 
 
 @contextlib.contextmanager
-def desk(user: User, root: Path, *options: str, name: str = "m") -> Iterator[Desk]:
+def machine(user: User, root: Path, *options: str, name: str = "m") -> Iterator[Machine]:
     """A logged-in machine with the agent mounted, for the time of a test."""
-    made = Desk(user, root, name=name).logged_in()
+    made = Machine(user, root, name=name).logged_in()
     try:
         made.mount(*options)
         yield made
