@@ -275,7 +275,9 @@ class _Report:
 
 async def _check_store(place: _Place, found: _Report, read_data: bool) -> None:
     assert place.store is not None, "asked for"
-    state_dir = place.state_dir or places.state_dir(place.store)
+    uri = str(place.store)
+    mounted = next((r.state_dir for r in all_mounts() if r.uri == uri and not r.read_only), None)
+    state_dir = place.state_dir or mounted or places.state_dir(place.store)
     transport = open_beside(place.store, state_dir=state_dir)
     try:
         await _StoreCheck(transport, str(place.store), found, read_data=read_data).run(place.at)

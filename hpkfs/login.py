@@ -183,16 +183,25 @@ class _Request:
         return session.export_grant()
 
     async def _approved(self, asked: Login) -> Session:
+        from hpkfs_native import NativeError
+
         from hpkfs.transport.awaiting import finished
 
         self._show(asked.url)
+        session: Session | None = None
+        failure: NativeError | None = None
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._count_down)
             with trio.move_on_after(self._timeout_s):
-                session = await finished(asked.approval())
-                nursery.cancel_scope.cancel()
-                return session
+                try:
+                    session = await finished(asked.approval())
+                except NativeError as error:  # not in a group of the nursery's
+                    failure = error
             nursery.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+        if session is not None:
+            return session
         raise AuthorisationError(
             f"Nobody approved the request within {_minutes(self._timeout_s)}.",
             kept=NOTHING_CHANGED,

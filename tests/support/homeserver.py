@@ -348,6 +348,10 @@ class Testnet:
         """Where the homeserver keeps a user's files."""
         return self.homeserver.folder / "data" / "files" / user.owner
 
+    def agent_folder(self, user: User, agent_id: str = "default") -> Path:
+        """Where the homeserver keeps an agent: the store as a directory, to be looked at."""
+        return self.owner_folder(user) / "priv" / CLIENT_ID / "v2" / "agents" / agent_id
+
     @contextlib.contextmanager
     def proxy(self) -> Iterator[FaultProxy]:
         """Lead all requests through a proxy, for as long as it is open."""

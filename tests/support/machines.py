@@ -7,8 +7,10 @@ import json
 import re
 import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
+from support.homeserver import RELAY
 from support.mounts import Mount
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from support.homeserver import User
 
 LOGIN_TIMEOUT_S = 60
+STATE_TIMEOUT_S = 60
 
 
 class Machine(Mount):
@@ -26,6 +29,7 @@ class Machine(Mount):
     def __init__(self, user: User, root: Path, *, name: str = "m") -> None:
         super().__init__(user.uri(), root, name=name)
         self.user = user
+        self.env |= {"HERMES_PUBKY_TESTNET": "1", "HPKFS_RELAY": RELAY}
 
     @property
     def grant_file(self) -> Path:
@@ -62,9 +66,26 @@ class Machine(Mount):
         self.grant_file.write_text(f"HERMES_PUBKY_GRANT_SECRET={self.user.agent_grant()}\n")
         return self
 
+    def wait_for(self, *states: str) -> dict[str, Any]:
+        """Wait until the mount has one of these states; what `status` tells then."""
+        deadline = time.monotonic() + STATE_TIMEOUT_S
+        while (told := self.status())["state"] not in states:
+            assert time.monotonic() < deadline, told
+            time.sleep(0.2)
+        return told
+
     def init(self, *args: str) -> None:
         """Make a new agent."""
         self.run("init", self.store, "--state-dir", str(self.state), *args)
+
+    def start(self, *args: str) -> subprocess.Popen[bytes]:
+        """Start `hpkfs` with these arguments."""
+        return subprocess.Popen(
+            (sys.executable, "-m", "hpkfs.cli", *args),
+            env=self.env,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
 
     def told(self, command: str, *args: str, check: int | None = None) -> dict[str, Any]:
         """What a command prints as JSON about the address, whatever its exit code is."""
@@ -76,9 +97,11 @@ class Machine(Mount):
 
 @contextlib.contextmanager
 def machine(user: User, root: Path, *options: str, name: str = "m") -> Iterator[Machine]:
-    """A logged-in machine with the agent mounted, for the time of a test."""
+    """A logged-in machine with the agent mounted, for the time of a test; `m` makes the agent."""
     made = Machine(user, root, name=name).logged_in()
     try:
+        if name == "m":
+            made.init()
         made.mount(*options)
         yield made
     finally:
