@@ -74,7 +74,9 @@ def test_a_killed_homeserver_comes_back_with_its_data(
 
 def test_a_quota_refuses_what_exceeds_it(user: User, session: hpkfs_native.Session) -> None:
     user.set_quota(1)
-    assert error_of(session.put(f"{FOLDER}big", bytes(2 << 20))) == ("http", 507)
+    # It answers and closes before it has read all; now and then that cuts its answer off.
+    answers = {error_of(session.put(f"{FOLDER}big", bytes(2 << 20))) for _ in range(ATTEMPTS)}
+    assert ("http", 507) in answers
     user.set_quota(None)
     session.put(f"{FOLDER}big", bytes(2 << 20)).wait(WAIT_S)
 
