@@ -88,8 +88,8 @@ impl Storage {
         };
         let response = client::heard(self.client.read_timeout, begun).await?;
         // The HTTP library follows redirects; what it found elsewhere is not this object.
-        let tail = response.url().path().rsplit('/').next();
-        if tail != path.rsplit('/').next() && path.is_ascii() {
+        let tail = response.url().path().rsplit('/').next().map(paths::decoded);
+        if tail.as_deref() != path.rsplit('/').next() {
             return Err(Failure::new(
                 "decode",
                 "the homeserver sent the request elsewhere",
