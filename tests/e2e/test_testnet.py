@@ -58,6 +58,8 @@ def test_a_paused_homeserver_answers_nothing(
         assert error_of(session.get(f"{FOLDER}head.json", limit=10)) == ("timeout", None)
     finally:
         testnet.homeserver.resume()
+        testnet.homeserver.kill()  # the tests that follow want one that has not been stopped
+    testnet.homeserver.start()
     assert in_the_end(session) == b"bytes"
 
 
