@@ -197,6 +197,14 @@ def all_mounts() -> list[MountRecord]:
     return sorted(found, key=lambda record: record.mountpoint)
 
 
+def find_daemon(state_dir: str) -> MountRecord | None:
+    """Return the read-write mount whose daemon has a state directory, a path without links."""
+    return next(
+        (r for r in all_mounts() if not r.read_only and os.path.realpath(r.state_dir) == state_dir),
+        None,
+    )
+
+
 def _is_there(record: MountRecord) -> bool:
     there = mountpoint.mount_on(record.mountpoint)
     return there is not None and there.is_ours

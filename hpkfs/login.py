@@ -15,7 +15,7 @@ import trio
 
 from hpkfs import connection, grants, places, settings
 from hpkfs.arguments import parse_seconds
-from hpkfs.client import ControlClient, all_mounts, find_mount
+from hpkfs.client import ControlClient, find_daemon, find_mount
 from hpkfs.core.uris import PubkyAgent, PubkyTemplate
 from hpkfs.errors import AuthorisationError, HpkfsError, TransientError, UsageError
 from hpkfs.terminal import print_result, say, warn
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hpkfs_native import Login, NativeError, Session
-
-    from hpkfs.client import MountRecord
 
 CLIENT_ID: Final = "hermes.pubky.app"
 REQUEST_TIMEOUT_S: Final = 60.0  # the relay answers a question for its message after 25 s
@@ -49,7 +47,7 @@ def login(args: argparse.Namespace) -> int:
     grants.keep(state_dir, grant)
     places.note_store(state_dir, str(store))
     state = None
-    record = _daemon(state_dir)
+    record = find_daemon(state_dir)
     if record is not None:
         client = ControlClient(record.socket_path)
         state = client.request("login", timeout_s=DAEMON_TIMEOUT_S)["state"]
@@ -76,7 +74,7 @@ def login(args: argparse.Namespace) -> int:
 def logout(args: argparse.Namespace) -> int:
     """Revoke the grant, and drop it here."""
     store, state_dir = _meant(args)
-    record = _daemon(state_dir)
+    record = find_daemon(state_dir)
     if record is not None:
         client = ControlClient(record.socket_path)
         result = client.request("logout", timeout_s=DAEMON_TIMEOUT_S)
@@ -110,14 +108,6 @@ def _meant(args: argparse.Namespace) -> tuple[PubkyAgent, str]:
         raise UsageError("A login is for the agent as a whole.", next_step="Leave out the @ part.")
     named = args.state_dir or (None if record is None else record.state_dir)
     return store, places.state_dir(store, named)
-
-
-def _daemon(state_dir: str) -> MountRecord | None:
-    """The daemon that has the session of a state directory."""
-    return next(
-        (r for r in all_mounts() if not r.read_only and os.path.realpath(r.state_dir) == state_dir),
-        None,
-    )
 
 
 async def _log_out(store: PubkyAgent, state_dir: str) -> dict[str, object]:

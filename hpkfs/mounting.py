@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hpkfs import mountpoint, places, show
 from hpkfs.arguments import parse_checkpoint, parse_listed, parse_seconds, parse_size
-from hpkfs.client import ControlClient, all_mounts, find_mount
+from hpkfs.client import ControlClient, find_daemon, find_mount
 from hpkfs.commands import absolute, exit_code, not_mounted
 from hpkfs.core.uris import FileStore, PubkyTemplate
 from hpkfs.errors import BusyError, TransientError, UsageError
@@ -190,15 +190,13 @@ def _check_can_mount(*, allow_other: bool) -> None:
 def _check_not_mounted(options: MountOptions, state_dir: str) -> None:
     if options.read_only or options.at is not None:
         return
-    for record in all_mounts():
-        if not record.read_only and os.path.realpath(record.state_dir) == state_dir:
-            raise BusyError(
-                f"This agent is mounted on {record.mountpoint} already, by process {record.pid}.",
-                kept="Nothing was changed.",
-                next_step=(
-                    "Use it there, unmount it first, or mount it here with --read-only as well."
-                ),
-            )
+    record = find_daemon(state_dir)
+    if record is not None:
+        raise BusyError(
+            f"This agent is mounted on {record.mountpoint} already, by process {record.pid}.",
+            kept="Nothing was changed.",
+            next_step="Use it there, unmount it first, or mount it here with --read-only as well.",
+        )
 
 
 def _serve(
