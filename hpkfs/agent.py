@@ -270,13 +270,14 @@ class Agent:
         loaded = await load(
             self.objects, Reference(head.snapshot_id, head.sha256), owner_id=head.owner_id
         )
-        before = self.installer.base_portable()
-        replaced = self.installer.install(loaded)
-        if await self.installer.merge_config(loaded.portable, before):
-            replaced.append(Replaced(ROOT_INO, b"config.yaml", 0))
-        for problem in loaded.problems:
-            log.info("%s", problem)
-        await self.invalidate(replaced)
+        with trio.CancelScope(shield=True):  # whoever gives up waiting gets all of it, or nothing
+            before = self.installer.base_portable()
+            replaced = self.installer.install(loaded)
+            if await self.installer.merge_config(loaded.portable, before):
+                replaced.append(Replaced(ROOT_INO, b"config.yaml", 0))
+            for problem in loaded.problems:
+                log.info("%s", problem)
+            await self.invalidate(replaced)
         self._hydration.set()
         log.info("installed checkpoint %s", head.snapshot_id)
         return True
