@@ -230,13 +230,19 @@ def test_work_goes_on_without_the_homeserver_and_is_sent_in_order(
         assert (second.path / "workspace" / "n.txt").read_text() == "3"
 
 
-def test_a_homeserver_that_pauses_in_a_hydration_is_waited_for(
-    testnet: Testnet, user: User, tmp_path: Path
-) -> None:
-    data = os.urandom(12_000_000)
+def publish_big_file(user: User, tmp_path: Path, *, size: int) -> bytes:
+    """Have an agent with `workspace/big.bin` on the homeserver; what is in it."""
+    data = os.urandom(size)
     with machine(user, tmp_path) as made:
         (made.path / "workspace" / "big.bin").write_bytes(data)
         made.run("sync", str(made.path))
+    return data
+
+
+def test_a_homeserver_that_pauses_in_a_hydration_is_waited_for(
+    testnet: Testnet, user: User, tmp_path: Path
+) -> None:
+    data = publish_big_file(user, tmp_path, size=12_000_000)
     with machine(user, tmp_path, "--lazy", name="second") as second:
         with (second.path / "workspace" / "big.bin").open("rb") as file:
             assert file.read(100_000) == data[:100_000]
@@ -251,10 +257,7 @@ def test_a_homeserver_that_pauses_in_a_hydration_is_waited_for(
 def test_a_homeserver_that_dies_in_a_hydration_is_an_error_and_then_none(
     testnet: Testnet, user: User, tmp_path: Path
 ) -> None:
-    data = os.urandom(9_000_000)
-    with machine(user, tmp_path) as made:
-        (made.path / "workspace" / "big.bin").write_bytes(data)
-        made.run("sync", str(made.path))
+    data = publish_big_file(user, tmp_path, size=9_000_000)
     with machine(user, tmp_path, "--lazy", name="second") as second:
         testnet.homeserver.kill()
         with pytest.raises(OSError, match="Input/output error"):
